@@ -96,11 +96,9 @@ class World:
             self.sessions.step(request, route, self.now, observation)
         else:
             self.sessions.receive(request, route, self.now)
-        self._flush()
+        self._note_counts()
 
-    def _flush(self) -> None:
-        for address, reply in self.sessions.take_outbox():
-            address.send(reply)
+    def _note_counts(self) -> None:
         for name, count in self.sessions.counts().items():
             self.most[name] = max(self.most[name], count)
 
@@ -125,7 +123,7 @@ class World:
         """The sampler, and the server's clock."""
         self.table.answer_all()
         self.sessions.tick(self.now)
-        self._flush()
+        self._note_counts()
         self.at(1.0 if self.over else self.rng.uniform(0.05, 0.3), self._poll)
 
 

@@ -14,16 +14,14 @@ from headrace.workers.serving.session_records import Address, Reply, SessionReco
 
 PIECE_BYTES = 1 << 20
 
-GetReply = Callable[[], tuple[Address, Reply] | None]
-
 
 class ActingClients:
     """Serves weights to these clients and takes their chunks. Only the thread of the dispatcher's loop calls it.
 
-    `post` lets another thread have a reply sent by the loop.
+    `post` has the loop call what another thread gives it.
     """
 
-    def __init__(self, channel: ActingChannel, post: Callable[[GetReply], None]) -> None:
+    def __init__(self, channel: ActingChannel, post: Callable[[Callable[[], None]], None]) -> None:
         self._channel = channel
         self._post = post
 
@@ -56,7 +54,8 @@ class ActingClients:
         """End a session. The episodes that it has shipped in part are aborted."""
         self._channel.lost(session)
 
-    def _shipped(self, session: SessionRecord) -> tuple[Address, Reply] | None:
+    def _shipped(self, session: SessionRecord) -> None:
         session.shipped += 1
         address, session.shipment_reply_to = session.shipment_reply_to, None
-        return (address, ack_of(session.shipment_reply_number)) if address is not None else None
+        if address is not None:
+            address.send(ack_of(session.shipment_reply_number))

@@ -1,6 +1,6 @@
-"""The sessions of a policy server's clients. Does no I/O.
+"""The sessions of a policy server's clients. All I/O is the addresses'.
 
-A request comes in with the time and the address for its answer; answers come out of `take_outbox`.
+A request comes in with the time and the address for its answer.
 `session_episodes.py` handles the requests about an episode. A session that is silent for its lease
 ends, and its episodes are aborted. All memory is bounded.
 """
@@ -105,7 +105,7 @@ class ClientSessions:
         except HeadraceError as error:
             reply = refusal_of(error, request.request)
         if reply is not None:
-            self._episodes.outbox.append((address, reply))
+            address.send(reply)
 
     def step(self, step: AnyStep, address: Address, now: float, observation: Any, action: Any = None) -> None:
         """Take a step. `observation`, and `action` where the client chose one, are rows of their spaces."""
@@ -115,12 +115,7 @@ class ClientSessions:
         except HeadraceError as error:
             reply = refusal_of(error, step.request)
         if reply is not None:
-            self._episodes.outbox.append((address, reply))
-
-    def enqueue(self, reply: tuple[Address, Reply] | None) -> None:
-        """Add a reply to the outbox; None adds nothing."""
-        if reply is not None:
-            self._episodes.outbox.append(reply)
+            address.send(reply)
 
     def tick(self, now: float) -> None:
         """End the sessions that were silent for too long. Call it several times per lease.
@@ -141,11 +136,6 @@ class ClientSessions:
         """End all sessions, as if their clients had left."""
         for name in list(self._sessions):
             self._close(name, CLIENT_LEFT)
-
-    def take_outbox(self) -> list[tuple[Address, Reply]]:
-        """Return the replies to send, each with its address, and clear the outbox."""
-        taken, self._episodes.outbox = self._episodes.outbox, []
-        return taken
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

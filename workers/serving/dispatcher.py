@@ -23,7 +23,7 @@ from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.session_episodes import ServedEpisodes
-from headrace.workers.serving.session_records import Address, EpisodeRecord, Reply, ServingLimits
+from headrace.workers.serving.session_records import EpisodeRecord, ServingLimits
 
 Event = Callable[[ClientSessions, float], None]
 """Something to do with the sessions; called with the time."""
@@ -176,8 +176,6 @@ class Dispatcher:
                 os.eventfd_read(self._wakeup_fd)  # last: Ctrl-C after it would leave a wakeup that is not there
         while self._events:
             self._events.popleft()(self._sessions, now)
-        for address, reply in self._sessions.take_outbox():
-            address.send(reply)
 
     def _wake(self) -> None:
         with self._lock:
@@ -188,5 +186,5 @@ class Dispatcher:
     def _post_answer(self, episode: EpisodeRecord, answer: Answer) -> None:
         self.post(lambda sessions, now: sessions.answered(episode, answer))
 
-    def _post_shipped(self, get_reply: Callable[[], tuple[Address, Reply] | None]) -> None:
-        self.post(lambda sessions, now: sessions.enqueue(get_reply()))
+    def _post_shipped(self, reply: Callable[[], None]) -> None:
+        self.post(lambda sessions, now: reply())

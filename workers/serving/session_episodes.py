@@ -1,4 +1,4 @@
-"""The episodes of a policy server's sessions, step by step. Does no I/O.
+"""The episodes of a policy server's sessions, step by step.
 
 Requests are idempotent: a step goes to the sampler once, however often and on which connection a client repeats it.
 While the step is under way, its newest request gets the answer. Afterwards the answer is kept until the next step.
@@ -52,8 +52,6 @@ class SessionEpisodes:
         self, table: ServedEpisodes, post: Callable[[EpisodeRecord, Answer], None], limits: ServingLimits
     ) -> None:
         self._table, self._post, self._limits = table, post, limits
-        self.outbox: list[tuple[Address, Reply]] = []
-        """Replies to send, each with its address."""
         self._latencies: deque[float] = deque(maxlen=_NEWEST)
         """Seconds from a step to its answer."""
 
@@ -106,7 +104,7 @@ class SessionEpisodes:
         earlier_as, episode.reply_number = episode.reply_number, step.request
         if earlier is not None and earlier != address:
             detail = f"step {step.step} of episode {step.episode!r} was repeated, and the newer request gets the answer"
-            self.outbox.append((earlier, refusal_of(ServingError(detail, "superseded"), earlier_as)))
+            earlier.send(refusal_of(ServingError(detail, "superseded"), earlier_as))
         return None
 
     def _pass_on(self, episode: EpisodeRecord, step: AnyStep, observation: Any, action: Any) -> None:
@@ -147,7 +145,7 @@ class SessionEpisodes:
             episode.last = _answer(episode, answer)
             if episode.ends:
                 self._end(episode, "")
-        self.outbox.append((address, episode.last))
+        address.send(episode.last)
 
     def _end(self, episode: EpisodeRecord, reason: str) -> None:
         ended = episode.session.ended
@@ -162,7 +160,7 @@ class SessionEpisodes:
             self._table.abort(episode.id, reason)
         address, episode.reply_to = episode.reply_to, None
         if address is not None:
-            self.outbox.append((address, refusal_of(EpisodeAbortedError(episode.id, reason), episode.reply_number)))
+            address.send(refusal_of(EpisodeAbortedError(episode.id, reason), episode.reply_number))
 
 
 def _answer(episode: EpisodeRecord, answer: Answer) -> Reply:
