@@ -9,12 +9,13 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
+from headrace.schemas.errors import HeadraceError
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.serving_messages import (
     ANSWERS,
@@ -26,7 +27,7 @@ from headrace.workers.serving.serving_messages import (
     EpisodeStart,
     EpisodeStep,
 )
-from headrace.workers.serving.session_records import Reply, ServingLimits
+from headrace.workers.serving.session_records import Reply, ServingLimits, refusal_of
 from support.serving.plain_episodes import PlainEpisodes, rule
 from support.thorough import schedules
 
@@ -92,10 +93,13 @@ class World:
                 self.at(self.rng.expovariate(1 / (self.variant.delay_s * late)), deliver)
 
     def serve(self, request: ClientRequest, route: Route, observation: Any) -> None:
-        if isinstance(request, EpisodeStep):
-            self.sessions.step(request, route, self.now, observation)
-        else:
-            self.sessions.receive(request, route, self.now)
+        try:
+            if isinstance(request, EpisodeStep):
+                self.sessions.step(request, route, self.now, observation)
+            else:
+                self.sessions.receive(request, route, self.now)
+        except HeadraceError as error:
+            route.send(error)
         self._note_counts()
 
     def _note_counts(self) -> None:
@@ -133,9 +137,12 @@ class Route:
 
     client: Client
     life: int
+    request: int = field(compare=False)
 
-    def send(self, reply: Reply) -> None:
-        self.client.world.carry(lambda: self.client.hear(self.life, reply))
+    def send(self, reply: Reply | Exception) -> None:
+        told = refusal_of(reply) if isinstance(reply, HeadraceError) else reply
+        assert isinstance(told, Reply)
+        self.client.world.carry(lambda: self.client.hear(self.life, self.request, told))
 
 
 class Client:
@@ -166,7 +173,7 @@ class Client:
 
     def _ask(self, kind: Callable[..., ClientRequest], fields: dict[str, Any], observation: Any = None) -> None:
         self.request += 1
-        self.want = (kind, {"request": self.request, **fields}, observation)
+        self.want = (kind, fields, observation)
         self._say(self.life, self.request)
 
     def _say(self, life: int, request: int) -> None:
@@ -176,13 +183,13 @@ class Client:
         kind, fields, observation = self.want
         if self.world.now >= self.quiet_until:
             message = kind(session=f"client {self.index}", token=f"life {self.life}", **fields)
-            route = Route(self, self.life)
+            route = Route(self, self.life, request)
             self.world.carry(lambda: self.world.serve(message, route, observation))
         self.world.at(RETRY_S, lambda: self._say(life, request))
 
-    def hear(self, life: int, reply: Reply) -> None:
+    def hear(self, life: int, request: int, reply: Reply) -> None:
         message = ANSWERS[reply.kind](**reply.fields)
-        if life != self.life or getattr(message, "request", -1) != self.request or self.want is None:
+        if life != self.life or request != self.request or self.want is None:
             return
         self.want = None
         if isinstance(message, ClientReject):

@@ -30,7 +30,7 @@ class ActingClients:
         blob = self._channel.weights()
         offset = pull.offset if pull.version == blob.version else 0
         piece = blob.bytes[offset : offset + PIECE_BYTES]
-        part = ClientPart(request=pull.request, version=blob.version, offset=offset, frame_sizes=blob.frame_sizes)
+        part = ClientPart(version=blob.version, offset=offset, frame_sizes=blob.frame_sizes)
         return Reply.of(part, arrays={"part": np.frombuffer(piece, np.uint8)})
 
     def ship(self, session: SessionRecord, shipment: ChunkShipment, address: Address, batch: Any) -> Reply | None:
@@ -40,14 +40,14 @@ class ActingClients:
         `ActingChannel.accept` raises.
         """
         if shipment.number == session.shipped:
-            return ack_of(shipment.request)
+            return ack_of()
         if shipment.number != session.shipped + 1:
             raise ServingError(
                 f"shipment {shipment.number} is not the next one, which is {session.shipped + 1}", "step_order"
             )
         if session.shipment_reply_to is None:
             self._channel.accept(session, shipment, batch, lambda: self._post(lambda: self._shipped(session)))
-        session.shipment_reply_to, session.shipment_reply_number = address, shipment.request
+        session.shipment_reply_to = address
         return None
 
     def gone(self, session: SessionRecord) -> None:
@@ -58,4 +58,4 @@ class ActingClients:
         session.shipped += 1
         address, session.shipment_reply_to = session.shipment_reply_to, None
         if address is not None:
-            address.send(ack_of(session.shipment_reply_number))
+            address.send(ack_of())

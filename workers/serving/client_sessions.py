@@ -13,7 +13,6 @@ from typing import Any
 
 from headrace.schemas.accounts.worker_figures import ServingFigures
 from headrace.schemas.credentials.tokens import same_token
-from headrace.schemas.errors import HeadraceError
 from headrace.schemas.errors.serving import (
     ServingError,
     UnknownSessionError,
@@ -40,7 +39,6 @@ from headrace.workers.serving.session_records import (
     ServingLimits,
     SessionRecord,
     ack_of,
-    refusal_of,
 )
 
 CLIENT_LOST = "client_lost"
@@ -98,22 +96,22 @@ class ClientSessions:
     # -- in and out ---------------------------------------------------------------------------------------------------
 
     def receive(self, request: ClientRequest, address: Address, now: float, batch: Any = None) -> None:
-        """Handle any request but a step. `batch` is the array of that name in a shipment of chunks."""
+        """Handle any request but a step. `batch` is the array of that name in a shipment of chunks.
+
+        Raises the `HeadraceError` with which the request is refused.
+        """
         self.requests += not isinstance(request, ClientHeartbeat)
-        try:
-            reply = self._do(request, address, now, batch)
-        except HeadraceError as error:
-            reply = refusal_of(error, request.request)
+        reply = self._do(request, address, now, batch)
         if reply is not None:
             address.send(reply)
 
     def step(self, step: AnyStep, address: Address, now: float, observation: Any, action: Any = None) -> None:
-        """Take a step. `observation`, and `action` where the client chose one, are rows of their spaces."""
+        """Take a step. `observation`, and `action` where the client chose one, are rows of their spaces.
+
+        Raises as `receive` does.
+        """
         self.requests += 1
-        try:
-            reply = self._episodes.step(self._session_of(step, now), step, address, observation, action)
-        except HeadraceError as error:
-            reply = refusal_of(error, step.request)
+        reply = self._episodes.step(self._session_of(step, now), step, address, observation, action)
         if reply is not None:
             address.send(reply)
 
@@ -143,7 +141,7 @@ class ClientSessions:
         if isinstance(request, ClientHello):
             return self._open(request, now)
         if isinstance(request, ClientBye) and request.session not in self._sessions:
-            return ack_of(request.request)  # a repeated goodbye
+            return ack_of()  # a repeated goodbye
         session = self._session_of(request, now)
         match request:
             case EpisodeStart():
@@ -161,10 +159,10 @@ class ClientSessions:
                     return self._acting.part(request)
                 return self._acting.ship(session, request, address, batch)
             case ClientHeartbeat():
-                return ack_of(request.request, self._waiting_for())
+                return ack_of(self._waiting_for())
             case _:
                 raise ServingError(f"{type(request).__name__} is no request of a client", "bad_request")
-        return ack_of(request.request)
+        return ack_of()
 
     def _open(self, hello: ClientHello, now: float) -> Reply:
         if hello.session not in self._sessions:
@@ -174,7 +172,6 @@ class ClientSessions:
         session = self._session_of(hello, now)
         return Reply.of(
             ClientWelcome(
-                request=hello.request,
                 spaces=self._spaces,
                 lease_s=self.limits.lease_s,
                 max_message_bytes=self.limits.max_message_bytes,

@@ -74,7 +74,7 @@ class SessionEpisodes:
             session.open[start.episode] = EpisodeRecord(session, start.episode, start.training_enabled)
         elif episode.step or episode.reply_to is not None or episode.training_enabled != start.training_enabled:
             raise EpisodeError(start.episode, "already_started")
-        return Reply.of(EpisodeAnswer(request=start.request, episode=start.episode, next_step=0))
+        return Reply.of(EpisodeAnswer(episode=start.episode, next_step=0))
 
     def step(
         self, session: SessionRecord, step: AnyStep, address: Address, observation: Any, action: Any
@@ -82,8 +82,7 @@ class SessionEpisodes:
         """Take a step, which is answered later, or return the reply to a repeated one. Raises what the table does."""
         episode = find(session, step.episode)
         if step.step == episode.step and episode.over is None and episode.reply_to is None:
-            episode.reply_to, episode.reply_number = address, step.request
-            episode.asked_at = time.monotonic()
+            episode.reply_to, episode.asked_at = address, time.monotonic()
             self._pass_on(episode, step, observation, action)
             return None
         return self._step_again(episode, step, address)
@@ -91,8 +90,7 @@ class SessionEpisodes:
     def _step_again(self, episode: EpisodeRecord, step: AnyStep, address: Address) -> Reply | None:
         """Handle a step that is not new: repeated, out of order, or of an episode that is over."""
         if step.step == episode.step - 1 and episode.last is not None:
-            last = episode.last
-            return Reply(last.kind, {**last.fields, "request": step.request}, last.action)
+            return episode.last
         if episode.over is not None:
             raise over_error(step.episode, episode.over)
         if step.step != episode.step:
@@ -101,10 +99,9 @@ class SessionEpisodes:
                 "step_order",
             )
         earlier, episode.reply_to = episode.reply_to, address
-        earlier_as, episode.reply_number = episode.reply_number, step.request
         if earlier is not None and earlier != address:
             detail = f"step {step.step} of episode {step.episode!r} was repeated, and the newer request gets the answer"
-            earlier.send(refusal_of(ServingError(detail, "superseded"), earlier_as))
+            earlier.send(ServingError(detail, "superseded"))
         return None
 
     def _pass_on(self, episode: EpisodeRecord, step: AnyStep, observation: Any, action: Any) -> None:
@@ -139,7 +136,7 @@ class SessionEpisodes:
         self._latencies.append(time.monotonic() - episode.asked_at)
         episode.step += 1
         if answer.error is not None:
-            episode.last = refusal_of(answer.error, episode.reply_number)
+            episode.last = refusal_of(answer.error)
             self._end(episode, str(answer.error))
         else:
             episode.last = _answer(episode, answer)
@@ -160,15 +157,10 @@ class SessionEpisodes:
             self._table.abort(episode.id, reason)
         address, episode.reply_to = episode.reply_to, None
         if address is not None:
-            address.send(refusal_of(EpisodeAbortedError(episode.id, reason), episode.reply_number))
+            address.send(EpisodeAbortedError(episode.id, reason))
 
 
 def _answer(episode: EpisodeRecord, answer: Answer) -> Reply:
     """Return an `EpisodeAnswer` as a reply. Its fields were made here, so they are not checked again."""
-    fields = {
-        "request": episode.reply_number,
-        "episode": episode.id,
-        "next_step": episode.step,
-        "weights": answer.weights,
-    }
+    fields = {"episode": episode.id, "next_step": episode.step, "weights": answer.weights}
     return Reply(MessageKind.EPISODE_ANSWER, fields, answer.action if episode.wants_action else None)

@@ -21,10 +21,10 @@ from headrace.workers.serving.serving_messages import MOST_WAITING_FOR, ClientRe
 
 
 class Address(Protocol):
-    """The destination of the reply to one request. Equal addresses lead to the same place."""
+    """The destination of the reply to one request, whose number it adds. Equal addresses lead to the same place."""
 
-    def send(self, reply: Reply) -> None:
-        """Send a reply without waiting. The client may be gone."""
+    def send(self, reply: Reply | Exception) -> None:
+        """Send a reply, or the refusal for an error, without waiting. The client may be gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,6 @@ class EpisodeRecord:
     """The number of the next step."""
     reply_to: Address | None = None
     """Destination of the answer to the step under way; None: no step is under way."""
-    reply_number: int = 0
     asked_at: float = 0.0
     """Time at which the step under way came."""
     wants_action: bool = False
@@ -101,18 +100,16 @@ class SessionRecord:
     """The number of chunk shipments taken."""
     shipment_reply_to: Address | None = None
     """Destination of the answer to the shipment under way; None: no shipment is under way."""
-    shipment_reply_number: int = 0
 
 
-def refusal_of(error: HeadraceError, request: int = 0) -> Reply:
+def refusal_of(error: HeadraceError) -> Reply:
     """Return the reply that tells a client of `error`."""
-    return Reply.of(ClientReject(request=request, error=code_of(error), message=str(error), facts=facts_of(error)))
+    return Reply.of(ClientReject(error=code_of(error), message=str(error), facts=facts_of(error)))
 
 
-def ack_of(request: int, waiting_for: str = "") -> Reply:
+def ack_of(waiting_for: str = "") -> Reply:
     """Return the reply that confirms a request; see `ClientAck`."""
-    told = {"waiting_for": waiting_for[:MOST_WAITING_FOR]} if waiting_for else {}
-    return Reply(MessageKind.ACK, {"request": request, **told})
+    return Reply(MessageKind.ACK, {"waiting_for": waiting_for[:MOST_WAITING_FOR]} if waiting_for else {})
 
 
 def find(session: SessionRecord, id: str) -> EpisodeRecord:

@@ -48,7 +48,7 @@ def answer_of(reply: Reply, actions: SpaceCodec | MultiAgentCodec) -> HttpAnswer
     body = dict(reply.fields)
     if reply.kind is MessageKind.REJECT:
         return _refusal(body["error"], body["message"], body["facts"])
-    del body["request"]
+    body.pop("request", None)
     if reply.action is not None:
         body["action"] = actions.to_json(reply.action)
     return json_answer(body)

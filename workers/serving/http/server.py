@@ -53,9 +53,9 @@ class HttpAddress:
     connection: HttpConnection
     request: HttpRequest
 
-    def send(self, reply: Reply) -> None:
-        """Write a reply of the sessions as JSON and send it."""
-        self.answer(self.server.write(reply))
+    def send(self, reply: Reply | Exception) -> None:
+        """Write a reply of the sessions, or the refusal for an error, as JSON and send it."""
+        self.answer(self.server.write(self.request, reply))
 
     def answer(self, answer: HttpAnswer) -> None:
         """Send an answer that is already written as JSON."""
@@ -125,7 +125,7 @@ class HttpServer:
         self._closing = True
         pending = [step.address for step in self._steps] + [address for address, _ in self._events]
         for address in pending:
-            address.answer(refused(_stopping()))
+            address.send(_stopping())
         return self._close_connections()
 
     async def _close_connections(self) -> None:
@@ -186,10 +186,8 @@ class HttpServer:
         connection.is_known = True
         try:
             self._read(address, request)
-        except HeadraceError as error:
-            address.answer(refused(error))
         except Exception as error:  # noqa: BLE001  one request that fails must not end the worker
-            self._fail(address, error)
+            address.send(error)
 
     def _read(self, address: HttpAddress, request: HttpRequest) -> None:
         path = step_path(request)
@@ -234,29 +232,26 @@ class HttpServer:
             try:
                 event(sessions, now)
             except Exception as error:  # noqa: BLE001  as in `handle`
-                self._fail(address, error)
+                address.send(error)
         if not self._steps:
             return
         steps, self._steps = self._steps, []
         rows = read_each(self._codec.observation.read_rows, [step.observation for step in steps])
         for step, row in zip(steps, rows, strict=True):
             try:
-                if isinstance(row, HeadraceError):
-                    step.address.answer(refused(row))
-                elif isinstance(row, Exception):
+                if isinstance(row, Exception):
                     raise row
-                else:
-                    sessions.step(step.message, step.address, now, row, step.action)
+                sessions.step(step.message, step.address, now, row, step.action)
             except Exception as error:  # noqa: BLE001  as in `handle`
-                self._fail(step.address, error)
+                step.address.send(error)
 
-    def _fail(self, address: HttpAddress, error: Exception) -> None:
-        """Tell a client that the server failed at its request, and log that."""
-        self._warnings.failed(f"{address.request.target[:200]!r} failed", error)
-        address.answer(failed())
-
-    def write(self, reply: Reply) -> HttpAnswer:
-        """Write a reply as JSON."""
+    def write(self, request: HttpRequest, reply: Reply | Exception) -> HttpAnswer:
+        """Write a reply as JSON. An error that is not for the client is logged, and the client is told of that."""
+        if isinstance(reply, HeadraceError):
+            return refused(reply)
+        if isinstance(reply, Exception):
+            self._warnings.failed(f"{request.target[:200]!r} failed", reply)
+            return failed()
         return answer_of(reply, self._codec.action)
 
 

@@ -29,18 +29,18 @@ from headrace.workers.serving.space_codec import SpaceCodec, read_each
 
 log = logging.getLogger(__name__)
 
-_NO_HEADER: dict[str, Any] = {}
-
 
 class ZmqAddress:
-    """The route of a connection. Two addresses with the same route are equal."""
+    """The route of a connection, and the number of a request. Two addresses with the same route are equal."""
 
-    __slots__ = ("joined", "listener", "route")
+    __slots__ = ("joined", "listener", "number", "route")
 
     def __init__(self, route: bytes, listener: ZmqListener, *, joined: bool) -> None:
         self.route, self.listener = route, listener
         self.joined = joined
         """True if the request came in one frame; its answer goes out in one frame, too."""
+        self.number = 0
+        """The client's number of its request; 0 if the header has none that an answer may bear."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ZmqAddress) and self.route == other.route
@@ -48,7 +48,7 @@ class ZmqAddress:
     def __hash__(self) -> int:
         return hash(self.route)
 
-    def send(self, reply: Reply) -> None:
+    def send(self, reply: Reply | Exception) -> None:
         """Encode a reply and send it without waiting."""
         self.listener.send(self, reply)
 
@@ -91,19 +91,18 @@ class ZmqListener:
         most = max(len(sessions), 1)  # a client has one request under way; to look for more costs time for nothing
         for route, frames in self.router_port.receive(most, has_news=lambda: bool(steps)):
             address = ZmqAddress(route, self, joined=len(frames) == 1)
-            header = _NO_HEADER
             try:
                 parts = split_frame(frames)
                 kind, header = decode_header(parts, self._caps)
+                number = header.get("request")
+                address.number = number if type(number) is int and 0 <= number <= MOST_COUNT else 0
                 if kind is MessageKind.EPISODE_STEP:
                     steps.append(self._read_step(header, parts, address))
                 else:
                     self._deliver_steps(steps, sessions, now)  # requests stay in order
                     self._deliver_other(kind, header, parts, address, sessions, now)
-            except HeadraceError as error:
-                self.send(address, refusal_of(error, _number_of(header)))
             except Exception as error:  # noqa: BLE001  one client's message must not end the thread that serves all
-                self._fail(address, _number_of(header), error)
+                address.send(error)
         self._deliver_steps(steps, sessions, now)
 
     def _read_step(self, header: dict[str, Any], parts: Sequence[Buffer], address: ZmqAddress) -> _ReceivedStep:
@@ -124,14 +123,11 @@ class ZmqListener:
         for step in steps:
             row = step.row if step.packed is None else next(rows)
             try:
-                if isinstance(row, HeadraceError):
-                    self.send(step.address, refusal_of(row, step.request.request))
-                elif isinstance(row, Exception):
+                if isinstance(row, Exception):
                     raise row
-                else:
-                    sessions.step(step.request, step.address, now, row, step.action)
+                sessions.step(step.request, step.address, now, row, step.action)
             except Exception as error:  # noqa: BLE001  as in `deliver_to`
-                self._fail(step.address, step.request.request, error)
+                step.address.send(error)
         steps.clear()
 
     def _read_packed(self, packed: list[Buffer]) -> Sequence[Any]:
@@ -139,11 +135,6 @@ class ZmqListener:
         observation = self._codec.observation
         assert isinstance(observation, SpaceCodec), "a codec of several agents has no layout"
         return read_each(observation.rows_from_payloads, packed)
-
-    def _fail(self, address: ZmqAddress, request: int, error: Exception) -> None:
-        """Tell a client that the server failed at its request, and log that."""
-        self._warnings.failed("a request of a client was dropped: the server failed at it", error)
-        self.send(address, refusal_of(ServingError(FAILED), request))
 
     def _deliver_other(
         self,
@@ -167,24 +158,24 @@ class ZmqListener:
         """Close the port."""
         self.router_port.close()
 
-    def send(self, to: ZmqAddress, reply: Reply) -> None:
-        """Send a reply without waiting. Drop it if the connection is gone: the client will repeat its request."""
-        frames = self._frames(reply)
+    def send(self, to: ZmqAddress, reply: Reply | Exception) -> None:
+        """Send a reply without waiting. Drop it if the connection is gone: the client will repeat its request.
+
+        An error that is not for the client is logged, and the client is told of that.
+        """
+        if isinstance(reply, Exception) and not isinstance(reply, HeadraceError):
+            self._warnings.failed("a request of a client was dropped: the server failed at it", reply)
+            reply = ServingError(FAILED)
+        frames = self._frames(refusal_of(reply) if isinstance(reply, HeadraceError) else reply, to.number)
         self.router_port.send(to.route, join_frames(frames) if to.joined else frames)
 
-    def _frames(self, reply: Reply) -> list[Buffer]:
-        codec = self._codec.action
+    def _frames(self, reply: Reply, number: int) -> list[Buffer]:
+        codec, fields = self._codec.action, {**reply.fields, "request": number}
         try:
             if reply.action is None:
-                return encode(reply.kind, reply.fields, reply.arrays)
+                return encode(reply.kind, fields, reply.arrays)
             arrays = codec.to_arrays(reply.action)
-            return (codec.layout.encode if codec.layout is not None else encode)(reply.kind, reply.fields, arrays)
+            return (codec.layout.encode if codec.layout is not None else encode)(reply.kind, fields, arrays)
         except EncodeError as error:
             refused = refusal_of(MessageTooLargeError(f"the answer cannot be sent: {error}"))
-            return encode(refused.kind, refused.fields)
-
-
-def _number_of(header: dict[str, Any]) -> int:
-    """Return the client's number of its request; 0 if the header has none that an answer may bear."""
-    number = header.get("request")
-    return number if type(number) is int and 0 <= number <= MOST_COUNT else 0
+            return encode(refused.kind, {**refused.fields, "request": number})
