@@ -75,9 +75,7 @@ class World:
         """Clients have vanished."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self.table = PlainEpisodes(capacity=8)
-        self.sessions = ClientSessions(
-            self.table, {}, lambda asked, answer: self.sessions.answered(asked, answer), LIMITS
-        )
+        self.sessions = ClientSessions(self.table, {}, lambda call: call(), LIMITS)
         self.clients = [Client(self, index) for index in range(CLIENTS)]
         self.problems: list[str] = []
         self.most = dict.fromkeys(self.sessions.counts(), 0)

@@ -17,7 +17,6 @@ from headrace.schemas.errors.serving import (
     ServingError,
     UnknownSessionError,
 )
-from headrace.workers.external.calls import Answer
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.serving_messages import (
     AnyStep,
@@ -34,7 +33,6 @@ from headrace.workers.serving.serving_messages import (
 from headrace.workers.serving.session_episodes import CLIENT_LEFT, ServedEpisodes, SessionEpisodes
 from headrace.workers.serving.session_records import (
     Address,
-    EpisodeRecord,
     Reply,
     ServingLimits,
     SessionRecord,
@@ -48,7 +46,7 @@ CLIENT_LOST = "client_lost"
 class ClientSessions:
     """All sessions of one server.
 
-    One thread at a time may call. `post` carries an answer of the sampler to that thread, which calls `answered`.
+    One thread at a time may call. `post` has that thread call what another thread gives it, such as the sampler's.
     `waiting_for` says what the sampler waits for while it takes no steps; "" while it takes them.
     """
 
@@ -56,15 +54,13 @@ class ClientSessions:
         self,
         episodes: ServedEpisodes,
         spaces: dict[str, Any],
-        post: Callable[[EpisodeRecord, Answer], None],
+        post: Callable[[Callable[[], None]], None],
         limits: ServingLimits | None = None,
         acting: ActingClients | None = None,
         waiting_for: Callable[[], str] = str,
     ) -> None:
         self.limits = limits or ServingLimits()
         self._episodes = SessionEpisodes(episodes, post, self.limits)
-        self.answered = self._episodes.answered
-        """See `SessionEpisodes.answered`."""
         self._spaces = spaces
         self._acting = acting
         self._waiting_for = waiting_for

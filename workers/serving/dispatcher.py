@@ -17,13 +17,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from headrace.schemas.accounts.worker_figures import ServingFigures
-from headrace.workers.external.calls import Answer
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.session_episodes import ServedEpisodes
-from headrace.workers.serving.session_records import EpisodeRecord, ServingLimits
+from headrace.workers.serving.session_records import ServingLimits
 
 Event = Callable[[ClientSessions, float], None]
 """Something to do with the sessions; called with the time."""
@@ -64,8 +63,8 @@ class Dispatcher:
         channel: ActingChannel | None = None,
         waiting_for: Callable[[], str] = str,
     ) -> None:
-        acting = ActingClients(channel, self._post_shipped) if channel is not None else None
-        self._sessions = ClientSessions(episodes, codec.spaces_json, self._post_answer, limits, acting, waiting_for)
+        acting = ActingClients(channel, self._post_call) if channel is not None else None
+        self._sessions = ClientSessions(episodes, codec.spaces_json, self._post_call, limits, acting, waiting_for)
         self._listener = listener
         self._events: deque[Event] = deque()
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -183,8 +182,5 @@ class Dispatcher:
                 self._woken = True
                 os.eventfd_write(self._wakeup_fd, 1)
 
-    def _post_answer(self, episode: EpisodeRecord, answer: Answer) -> None:
-        self.post(lambda sessions, now: sessions.answered(episode, answer))
-
-    def _post_shipped(self, reply: Callable[[], None]) -> None:
-        self.post(lambda sessions, now: reply())
+    def _post_call(self, call: Callable[[], None]) -> None:
+        self.post(lambda sessions, now: call())

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from headrace.schemas.chunks.chunk import ChunkEnd
@@ -49,7 +48,7 @@ class SessionEpisodes:
     """The episodes of all sessions. See `ClientSessions` for `post` and the threads."""
 
     def __init__(
-        self, table: ServedEpisodes, post: Callable[[EpisodeRecord, Answer], None], limits: ServingLimits
+        self, table: ServedEpisodes, post: Callable[[Callable[[], None]], None], limits: ServingLimits
     ) -> None:
         self._table, self._post, self._limits = table, post, limits
         self._latencies: deque[float] = deque(maxlen=_NEWEST)
@@ -109,7 +108,10 @@ class SessionEpisodes:
         end = _ENDS[step.end]
         episode.ends = end is not ChunkEnd.ONGOING
         episode.wants_action = not (episode.ends or step.off_policy)
-        on_answer = partial(self._post, episode)
+
+        def on_answer(answer: Answer) -> None:
+            self._post(lambda: self._answered(episode, answer))
+
         try:
             self._table.take_step(episode.id, step.news, observation, on_answer, action=action, end=end)
         except HeadraceError as error:
@@ -128,7 +130,7 @@ class SessionEpisodes:
             self.give_up(episode, reason)
             self._end(episode, reason)
 
-    def answered(self, episode: EpisodeRecord, answer: Answer) -> None:
+    def _answered(self, episode: EpisodeRecord, answer: Answer) -> None:
         """Reply to the step under way with the sampler's answer."""
         address, episode.reply_to = episode.reply_to, None
         if address is None or episode.over is not None:
