@@ -23,9 +23,11 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors.serving import ServingError
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireLimits, decode_header, frames_of
 from headrace.schemas.messages.weights import Arrays, encode_weights
+from headrace.schemas.messages.weights_messages import PIECE_BYTES
 from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.runner.client_chunks import ClientChunks
-from headrace.workers.serving.serving_messages import ChunkShipment
+from headrace.workers.serving.serving_messages import ChunkShipment, ClientPart, ClientPull
+from headrace.workers.serving.session_records import Reply
 from headrace.workers.serving.shipped_episodes import ShippedEpisodes
 
 
@@ -105,14 +107,21 @@ class ActingChannel:
 
     # -- the clients' side --------------------------------------------------------------------------------------------
 
-    def weights(self) -> WeightsBlob:
-        """Return the newest weights. They are encoded at the first request."""
+    def part(self, pull: ClientPull) -> Reply:
+        """Return the next bytes of the newest weights; none if the client has all, or no weights exist yet.
+
+        Only the dispatcher's loop calls it. Weights are encoded at the first request.
+        """
         with self._lock:
             offered = self._offered
         if offered is not None and offered[0] != self._blob.version:
             frames = encode_weights("", *offered)
             self._blob = WeightsBlob(offered[0], b"".join(frames), [len(frame) for frame in frames])
-        return self._blob
+        blob = self._blob
+        offset = pull.offset if pull.version == blob.version else 0
+        piece = blob.bytes[offset : offset + PIECE_BYTES]
+        part = ClientPart(version=blob.version, offset=offset, frame_sizes=blob.frame_sizes)
+        return Reply.of(part, arrays={"part": np.frombuffer(piece, np.uint8)})
 
     def accept(self, owner: object, shipment: ChunkShipment, array: Any, done: Callable[[], None]) -> None:
         """Take a shipment of `owner` as a whole, or refuse it as a whole.

@@ -17,7 +17,7 @@ from headrace.schemas.errors.serving import (
     ServingError,
     UnknownSessionError,
 )
-from headrace.workers.serving.acting_clients import ActingClients
+from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.serving_messages import (
     AnyStep,
     ChunkShipment,
@@ -56,13 +56,13 @@ class ClientSessions:
         spaces: dict[str, Any],
         post: Callable[[Callable[[], None]], None],
         limits: ServingLimits | None = None,
-        acting: ActingClients | None = None,
+        channel: ActingChannel | None = None,
         waiting_for: Callable[[], str] = str,
     ) -> None:
         self.limits = limits or ServingLimits()
         self._episodes = SessionEpisodes(episodes, post, self.limits)
         self._spaces = spaces
-        self._acting = acting
+        self._post, self._channel = post, channel
         self._waiting_for = waiting_for
         self._sessions: OrderedDict[str, SessionRecord] = OrderedDict()
         """Ordered by the time of their last request, oldest first."""
@@ -147,13 +147,12 @@ class ClientSessions:
             case ClientBye():
                 self._close(request.session, CLIENT_LEFT)
             case ClientPull() | ChunkShipment():
-                if self._acting is None:
-                    raise ServingError(
-                        "clients do not act by themselves here; set serving.client_inference = true", "bad_request"
-                    )
+                if self._channel is None:
+                    message = "clients do not act by themselves here; set serving.client_inference = true"
+                    raise ServingError(message, "bad_request")
                 if isinstance(request, ClientPull):
-                    return self._acting.part(request)
-                return self._acting.ship(session, request, address, batch)
+                    return self._channel.part(request)
+                return self._ship(self._channel, session, request, address, batch)
             case ClientHeartbeat():
                 return ack_of(self._waiting_for())
             case _:
@@ -174,6 +173,28 @@ class ClientSessions:
                 episodes={id: episode.step for id, episode in session.open.items()},
             )
         )
+
+    def _ship(
+        self, channel: ActingChannel, session: SessionRecord, shipment: ChunkShipment, address: Address, batch: Any
+    ) -> Reply | None:
+        """Take a shipment, once. The reply follows when the chunks are in the worker's stream."""
+        if shipment.number == session.shipped:
+            return ack_of()
+        if shipment.number != session.shipped + 1:
+            raise ServingError(
+                f"shipment {shipment.number} is not the next one, which is {session.shipped + 1}", "step_order"
+            )
+
+        def shipped() -> None:
+            session.shipped += 1
+            reply_to, session.shipment_reply_to = session.shipment_reply_to, None
+            if reply_to is not None:
+                reply_to.send(ack_of())
+
+        if session.shipment_reply_to is None:
+            channel.accept(session, shipment, batch, lambda: self._post(shipped))
+        session.shipment_reply_to = address
+        return None
 
     def _session_of(self, request: ClientRequest, now: float) -> SessionRecord:
         session = self._sessions.get(request.session)
@@ -196,5 +217,5 @@ class ClientSessions:
         session = self._sessions.pop(name)
         for episode in session.open.values():
             self._episodes.give_up(episode, reason)
-        if self._acting is not None:
-            self._acting.gone(session)
+        if self._channel is not None:
+            self._channel.lost(session)

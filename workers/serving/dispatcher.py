@@ -18,7 +18,6 @@ from typing import Protocol
 
 from headrace.schemas.accounts.worker_figures import ServingFigures
 from headrace.workers.serving.acting_channel import ActingChannel
-from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.session_episodes import ServedEpisodes
@@ -63,8 +62,7 @@ class Dispatcher:
         channel: ActingChannel | None = None,
         waiting_for: Callable[[], str] = str,
     ) -> None:
-        acting = ActingClients(channel, self._post_call) if channel is not None else None
-        self._sessions = ClientSessions(episodes, codec.spaces_json, self._post_call, limits, acting, waiting_for)
+        self._sessions = ClientSessions(episodes, codec.spaces_json, self._post_call, limits, channel, waiting_for)
         self._listener = listener
         self._events: deque[Event] = deque()
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
