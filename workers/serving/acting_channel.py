@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,15 +32,6 @@ from headrace.workers.serving.shipped_episodes import ShippedEpisodes
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsBlob:
-    """The frames of a WEIGHTS message, one after another."""
-
-    version: Version = (0, 0)
-    bytes: bytes = b""
-    frame_sizes: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
 class Delivery:
     """Chunks and counts for the worker's stream and totals.
 
@@ -58,7 +49,8 @@ class ActingChannel:
         self._limits = WireLimits(payload_bytes=max_message_bytes)
         self._lock = threading.Lock()
         self._offered: tuple[Version, Arrays] | None = None
-        self._blob = WeightsBlob()
+        self._newest, self._blob = ClientPart(version=(0, 0), offset=0), b""
+        """The header of the first piece of the newest weights that were asked for, and all their bytes."""
         self._digest = ""
         """The digest of the offered weights."""
         self._deliveries: deque[Delivery] = deque()
@@ -114,14 +106,13 @@ class ActingChannel:
         """
         with self._lock:
             offered = self._offered
-        if offered is not None and offered[0] != self._blob.version:
+        if offered is not None and offered[0] != self._newest.version:
             frames = encode_weights("", *offered)
-            self._blob = WeightsBlob(offered[0], b"".join(frames), [len(frame) for frame in frames])
-        blob = self._blob
-        offset = pull.offset if pull.version == blob.version else 0
-        piece = blob.bytes[offset : offset + PIECE_BYTES]
-        part = ClientPart(version=blob.version, offset=offset, frame_sizes=blob.frame_sizes)
-        return Reply.of(part, arrays={"part": np.frombuffer(piece, np.uint8)})
+            self._newest = ClientPart(version=offered[0], offset=0, frame_sizes=[len(frame) for frame in frames])
+            self._blob = b"".join(frames)
+        offset = pull.offset if pull.version == self._newest.version else 0
+        piece = np.frombuffer(self._blob[offset : offset + PIECE_BYTES], np.uint8)
+        return Reply.of(self._newest.model_copy(update={"offset": offset}), arrays={"part": piece})
 
     def accept(self, owner: object, shipment: ChunkShipment, array: Any, done: Callable[[], None]) -> None:
         """Take a shipment of `owner` as a whole, or refuse it as a whole.
@@ -197,8 +188,4 @@ def _frames(array: Any, sizes: list[int]) -> list[Buffer]:
 
 
 def _markers(batch: ChunkBatch) -> Delivery:
-    return Delivery(ClientChunks(batch), _no_answer)
-
-
-def _no_answer() -> None:
-    """Do nothing: no client waits for an answer to end markers."""
+    return Delivery(ClientChunks(batch), lambda: None)  # no client waits for an answer to end markers
