@@ -92,15 +92,12 @@ class ExternalAgentLanes(ExternalLanes):
                 yield lane, episode, self._heard.pop(lane.index).answer
 
     def _see_first(self, call: Call) -> None:
-        self._keep(call)
-
-    def _hear(self, call: Call, outcome: Outcome) -> float:
-        self._keep(call)
-        return 0.0  # rewards are the agents' own
-
-    def _keep(self, call: Call) -> None:
         assert isinstance(call, AgentsCall), "its table makes no other"
         self._heard[call.place.lane] = call
+
+    def _hear(self, call: Call, outcome: Outcome) -> float:
+        self._see_first(call)
+        return 0.0  # rewards are the agents' own
 
     # -- episodes -----------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -115,7 +115,8 @@ class PolicyClient:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._own.before_end(self._closing.set)
-        self._max_message_bytes = _BEFORE_WELCOME_BYTES
+        self.max_message_bytes = _BEFORE_WELCOME_BYTES
+        """The size of the largest message that the server takes."""
         self._admitted = False
         try:
             welcome = self._open(connect_timeout_s)
@@ -255,11 +256,6 @@ class PolicyClient:
                 raise
             return self._send_request(request, self._timeout_s)
 
-    @property
-    def max_message_bytes(self) -> int:
-        """The size of the largest message that the server takes."""
-        return self._max_message_bytes
-
     def open_new_session(self, timeout_s: float) -> None:
         """Open a session under a new name. Late requests of the old session cannot reach it."""
         self.session, self._token = f"client-{secrets.token_hex(8)}", secrets.token_hex(16)
@@ -269,23 +265,18 @@ class PolicyClient:
         hello = request_of(ClientHello, session=self.session, token=self._token)
         welcome, _ = self._send_request(hello, timeout_s)
         assert isinstance(welcome, ClientWelcome)
-        self._admitted, self._max_message_bytes = True, welcome.max_message_bytes
+        self._admitted, self.max_message_bytes = True, welcome.max_message_bytes
         return welcome
 
     def _send_request(
         self, request: ClientRequest, timeout_s: float, arrays: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[Any, dict[str, NDArray[Any]]]:
-        with self._connection() as connection:
-            return connection.ask(request, timeout_s, arrays, self._max_message_bytes)
-
-    @contextmanager
-    def _connection(self) -> Iterator[Connection]:
         with self._lock:
             connection = self._connections.pop() if self._connections else None
         if connection is None:
             connection = Connection(self._own, self._place, self._keys, agreed=self._admitted)
         try:
-            yield connection
+            return connection.ask(request, timeout_s, arrays, self.max_message_bytes)
         finally:
             with self._lock:
                 self._connections.append(connection)

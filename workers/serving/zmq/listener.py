@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.schemas.basics.bounds import MOST_COUNT
 from headrace.schemas.basics.counted_warnings import CountedWarnings
@@ -22,7 +22,7 @@ from headrace.schemas.messages import read
 from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.episode_codec import EpisodeCodec
-from headrace.workers.serving.serving_messages import REQUESTS, ChunkShipment, ClientRequest
+from headrace.workers.serving.serving_messages import REQUESTS, AnyStep, ChunkShipment, ClientRequest
 from headrace.workers.serving.session_records import Reply, refusal_of
 from headrace.workers.serving.single_frame import join_frames, split_frame
 from headrace.workers.serving.space_codec import SpaceCodec, read_each
@@ -53,18 +53,16 @@ class ZmqAddress:
         self.listener.send(self, reply)
 
 
-class _ReceivedStep:
+class _ReceivedStep(NamedTuple):
     """A step whose observation is not checked yet. The observations of all steps are checked together."""
 
-    __slots__ = ("action", "address", "packed", "request", "row")
-
-    def __init__(self, address: ZmqAddress, request: Any) -> None:
-        self.address, self.request = address, request
-        self.packed: Buffer | None = None
-        """The observation's bytes, if they have the layout of the codec."""
-        self.row: Any = None
-        """The observation as a row, otherwise."""
-        self.action: Any = None
+    address: ZmqAddress
+    request: AnyStep
+    packed: Buffer | None
+    """The observation's bytes, if they have the layout of the codec."""
+    row: Any = None
+    """The observation as a row, otherwise."""
+    action: Any = None
 
 
 class ZmqListener:
@@ -106,16 +104,13 @@ class ZmqListener:
         self._deliver_steps(steps, sessions, now)
 
     def _read_step(self, header: dict[str, Any], parts: Sequence[Buffer], address: ZmqAddress) -> _ReceivedStep:
-        step = _ReceivedStep(address, read(self._codec.step_message, header))
-        if self._layout is not None:
-            step.packed = self._layout.payload_of(header, parts)
-        if step.packed is not None and not step.request.off_policy:
-            return step
+        request = read(self._codec.step_message, header)
+        packed = self._layout.payload_of(header, parts) if self._layout is not None else None
+        if packed is not None and not request.off_policy:
+            return _ReceivedStep(address, request, packed)
         arrays = decode_arrays(header, parts, self._caps)
-        step.packed, step.row = None, self._codec.observation.row_from_arrays(arrays)
-        if step.request.off_policy:
-            step.action = self._codec.action.row_from_arrays(arrays)
-        return step
+        action = self._codec.action.row_from_arrays(arrays) if request.off_policy else None
+        return _ReceivedStep(address, request, None, self._codec.observation.row_from_arrays(arrays), action)
 
     def _deliver_steps(self, steps: list[_ReceivedStep], sessions: ClientSessions, now: float) -> None:
         packed = [step.packed for step in steps if step.packed is not None]
