@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -113,18 +114,12 @@ class SelfDrivenEnv(Generic[AnyTable]):
             answer = answers.get(timeout=EXTERNAL_PATIENCE_S)
         except queue.Empty:
             error = EpisodeTimeoutError(episode_id, call, EXTERNAL_PATIENCE_S)
-            self._give_up(episode_id, str(error))
+            with suppress(EpisodeError):  # it is over already
+                self.episodes.abort(episode_id, str(error))  # because it is unknown whether the action was taken
             raise error from None
         if answer.error is not None:
             raise answer.error
         return answer.action
-
-    def _give_up(self, episode_id: str, reason: str) -> None:
-        """Abort the episode, because it is unknown whether the action was taken."""
-        try:
-            self.episodes.abort(episode_id, reason)
-        except EpisodeError:
-            return  # it is over already
 
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import Any
 
 from headrace.schemas.accounts.worker_figures import ServingFigures
 from headrace.schemas.basics.bounds import HIGHEST_PORT
-from headrace.schemas.credentials.keys import CLIENT, CLIENT_PORT, TOKEN_FILE, BrokerKeys, keys_folder, port_keys
-from headrace.schemas.credentials.loopback_token import ServerToken, token_for_port
+from headrace.schemas.credentials.keys import CLIENT, CLIENT_PORT, TOKEN_FILE, keys_folder, port_keys
+from headrace.schemas.credentials.loopback_token import token_for_port
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, EnvContractError, PortInUseError
 from headrace.schemas.peers.advertised import in_url
@@ -95,7 +95,14 @@ class ServedEnvs:
             _check_http_installed()
         port, http_port = self._ports or self._ports_of(context.worker_index)
         keys = port_keys(folder, CLIENT, self._keys_group) if folder is not None else None
-        router_port = self._open_router_port(port, keys)
+        router_port = RouterPort(
+            self.settings.host,
+            port,
+            keys,
+            allow_insecure=self._allow_insecure,
+            domain=CLIENT_PORT,
+            largest_message=self.settings.max_message_bytes,
+        )
         try:
             http_socket = self._listen(http_port, token) if self.settings.http_port is not None else None
         except BaseException:
@@ -149,16 +156,6 @@ class ServedEnvs:
         if folder is None or token_for_port(folder) is not None:  # a run directory has no token for HTTP
             return None
         return read_token(folder / TOKEN_FILE)
-
-    def _open_router_port(self, port: int, keys: BrokerKeys | ServerToken | None) -> RouterPort:
-        return RouterPort(
-            self.settings.host,
-            port,
-            keys,
-            allow_insecure=self._allow_insecure,
-            domain=CLIENT_PORT,
-            largest_message=self.settings.max_message_bytes,
-        )
 
     def _listen(self, port: int, token: str | None) -> socket.socket:
         s = self.settings

@@ -80,10 +80,7 @@ class WeightsPuller:
         self._blob += piece
         size = sum(part.frame_sizes)
         if len(self._blob) == size:
-            self._read(part)
+            header, weights = read_weights(decode(frames_of(bytes(self._blob), part.frame_sizes)))
+            self._newest = WeightsVersion(header.version, header.digest, weights)
+            self.arrived.set()
         return len(self._blob) < size
-
-    def _read(self, part: ClientPart) -> None:
-        header, arrays = read_weights(decode(frames_of(bytes(self._blob), part.frame_sizes)))
-        self._newest = WeightsVersion(header.version, header.digest, arrays)
-        self.arrived.set()
