@@ -7,10 +7,10 @@ import logging
 import orjson
 import pytest
 
+from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.http import server as http_server
-from headrace.workers.serving.http.connection import HttpRequest
-from headrace.workers.serving.http.responses import HttpAnswer
-from headrace.workers.serving.http.routes import Query, Routed, route
+from headrace.workers.serving.http.requests import HttpRequest, Routed, route
+from headrace.workers.serving.http.responses import HttpAnswer, json_answer
 from headrace.workers.serving.serving_messages import (
     ClientBye,
     ClientHeartbeat,
@@ -18,24 +18,25 @@ from headrace.workers.serving.serving_messages import (
     EpisodeAbort,
     EpisodeStart,
 )
+from support.serving.plain_episodes import SPACES
 from support.serving.raw_http import HEALTH, RawHttp, put
 from support.serving.served import Served
 
 SESSION = "/v1/sessions/a%2Fb"
 EPISODE = f"{SESSION}/episodes/%C3%A9"
 IDS = {"session": "a/b", "token": "t"}
+CODEC = EpisodeCodec.of(SPACES)
 
 
 def routed(method: str, target: str, body: bytes = b"") -> Routed:
-    return route(HttpRequest(method.encode(), target.encode(), {b"headrace-client": b"t"}, body, True))
+    return route(HttpRequest(method, target.encode(), {b"headrace-client": b"t"}, body, True), CODEC)
 
 
 @pytest.mark.parametrize(
     ("method", "target", "expected"),
     [
-        ("GET", "/v1/health", Query.HEALTH),
-        ("HEAD", "/v1/health?now", Query.HEALTH),
-        ("GET", "/v1/spaces", Query.SPACES),
+        ("GET", "/v1/spaces", json_answer(CODEC.spaces_json)),
+        ("HEAD", "/v1/spaces?now", json_answer(CODEC.spaces_json)),
         ("PUT", SESSION, ClientHello(**IDS)),
         ("DELETE", SESSION, ClientBye(**IDS)),
         ("POST", f"{SESSION}/heartbeat", ClientHeartbeat(**IDS)),
@@ -49,24 +50,23 @@ def test_each_path_and_method_stand_for_one_message(method: str, target: str, ex
 
 
 @pytest.mark.parametrize(
-    ("method", "target", "status"),
+    ("method", "target"),
     [
-        ("POST", "/v1/health", 405),
-        ("GET", SESSION, 405),
-        ("HEAD", SESSION, 405),
-        ("PUT", f"{SESSION}/heartbeat", 405),
-        ("GET", f"{EPISODE}/steps/0", 405),
-        ("PUT", f"{EPISODE}/steps/first", 404),
-        ("PUT", f"{EPISODE}/steps/", 404),
-        ("PUT", "/v1/sessions/", 404),
-        ("GET", "/v1/health/", 404),
-        ("GET", "/v2/health", 404),
+        ("POST", "/v1/health"),
+        ("GET", SESSION),
+        ("HEAD", SESSION),
+        ("PUT", f"{SESSION}/heartbeat"),
+        ("GET", f"{EPISODE}/steps/0"),
+        ("PUT", f"{EPISODE}/steps/first"),
+        ("PUT", f"{EPISODE}/steps/"),
+        ("GET", "/v1/health/"),
+        ("GET", "/v2/health"),
     ],
 )
-def test_other_paths_are_404_and_other_methods_405(method: str, target: str, status: int) -> None:
+def test_other_paths_and_methods_are_404(method: str, target: str) -> None:
     refusal = routed(method, target)
     assert isinstance(refusal, HttpAnswer)
-    assert refusal.status == status
+    assert refusal.status == 404
     message = f"{method} {target} is nothing that this server knows"
     assert orjson.loads(refusal.body) == {"error": "bad_request", "message": message, "facts": {}}
 
@@ -74,7 +74,7 @@ def test_other_paths_are_404_and_other_methods_405(method: str, target: str, sta
 def test_a_request_at_which_the_server_fails_is_500_and_the_connection_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(request: HttpRequest) -> Routed:
+    def fail(request: HttpRequest, codec: EpisodeCodec) -> Routed:
         raise RuntimeError("a mistake of ours")
 
     monkeypatch.setattr(http_server, "route", fail)
@@ -103,7 +103,6 @@ def test_a_request_at_which_the_server_fails_is_500_and_the_connection_goes_on(
         ("policy.example@evil.example", 400),
         ("evil@localhost", 400),
         ("localhost:80@evil", 400),
-        ("localhost\r\nHost: localhost", 400),
         ("", 400),
         ("[", 400),
         ("\xe9", 400),
@@ -116,8 +115,7 @@ def test_a_request_with_an_unknown_host_name_is_refused(host: str, status: int) 
         client.say(ask + b"\r\n")
         told = client.hear()
         assert told.status == status, told
-        says = "two Host headers" if "\r" in host else "http.token in keys.dir"
-        assert status == 200 or says in told.body["message"]
+        assert status == 200 or "http.token in keys.dir" in told.body["message"]
     with Served(token="a-token-of-this-test") as server, RawHttp(server.url) as client:
         client.say(ask + b"Authorization: Bearer a-token-of-this-test\r\n\r\n")
-        assert client.hear().status == (400 if "\r" in host else 200)
+        assert client.hear().status == 200

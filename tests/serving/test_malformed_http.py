@@ -61,7 +61,7 @@ def test_bytes_that_are_no_http_get_a_400_and_the_connection_closes(server: Serv
 @pytest.mark.parametrize(
     ("request_", "status", "says"),
     [
-        (b"GET /v1/sessions/s HTTP/1.1\r\n\r\n", 405, "nothing that this server knows"),
+        (b"GET /v1/sessions/s HTTP/1.1\r\n\r\n", 404, "nothing that this server knows"),
         (b"OPTIONS * HTTP/1.1\r\n\r\n", 404, "nothing that this server knows"),
         (b"GET /%ff%00%zz HTTP/1.1\r\n\r\n", 404, "nothing that this server knows"),
         (b"GET http://elsewhere/v1 HTTP/1.1\r\n\r\n", 404, "nothing that this server knows"),

@@ -6,7 +6,8 @@ import asyncio
 import socket
 
 from headrace.schemas.errors import HeadraceError
-from headrace.workers.serving.http.connection import HttpConnection, HttpLimits, HttpRequest
+from headrace.workers.serving.http.connection import HttpConnection, HttpLimits
+from headrace.workers.serving.http.requests import HttpRequest
 from headrace.workers.serving.http.responses import json_answer
 from support.serving.raw_http import HEALTH
 

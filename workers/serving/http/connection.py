@@ -17,6 +17,7 @@ import httptools
 
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.errors.serving import MessageTooLargeError, ServingError
+from headrace.workers.serving.http.requests import HttpRequest
 from headrace.workers.serving.http.responses import CONTINUE, HttpAnswer, refused
 
 HEAD_BYTES = 1 << 16
@@ -42,18 +43,6 @@ class HttpLimits:
     """Seconds from a request to its answer."""
     idle_s: float
     """Seconds from an answer to the next request."""
-
-
-@dataclass(slots=True, eq=False)
-class HttpRequest:
-    """A whole request. Header names are in lower case."""
-
-    method: bytes
-    target: bytes
-    headers: dict[bytes, bytes]
-    body: bytes
-    keep_alive: bool
-    """True if the client wants to use the connection for another request."""
 
 
 class HttpHandler(Protocol):
@@ -222,7 +211,7 @@ class HttpConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """Enqueue the request."""
         if not self._ignores_input:
-            method, keep_alive = self._parser.get_method(), self._parser.should_keep_alive()
+            method, keep_alive = self._parser.get_method().decode(), self._parser.should_keep_alive()
             self._received.append(HttpRequest(method, self._target, self._headers, bytes(self._body), keep_alive))
             self._request_began, self._request_bytes, self._body = None, 0, bytearray()
 
@@ -245,7 +234,7 @@ class HttpConnection(asyncio.Protocol):
         if self._current is request:
             self._current, self._waiting_since = None, self._loop.time()
             keep_alive = request.keep_alive and not self._got_eof
-            self._write(answer, keep_alive=keep_alive, head_only=request.method == b"HEAD")
+            self._write(answer, keep_alive=keep_alive, head_only=request.method == "HEAD")
             self._process_requests()
 
     @property

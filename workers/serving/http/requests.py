@@ -1,70 +1,122 @@
-"""Reading HTTP requests: their paths, tokens and bodies. Steps, the most frequent requests, take a short path."""
+"""Reading HTTP requests: what a path and a method stand for, and the bodies.
+
+| path | methods |
+|---|---|
+| /v1/health | GET |
+| /v1/spaces | GET |
+| /v1/sessions/SESSION | PUT, DELETE |
+| /v1/sessions/SESSION/heartbeat | POST |
+| /v1/sessions/SESSION/episodes/EPISODE | PUT, DELETE |
+| /v1/sessions/SESSION/episodes/EPISODE/steps/STEP | PUT |
+
+HEAD is allowed where GET is. `server.py` answers /v1/health by itself.
+"""
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Set
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any
-from urllib.parse import unquote_to_bytes
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, unquote
 
 import orjson
 
 from headrace.schemas.errors.serving import MessageTooLargeError, ServingError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.messages import read
-from headrace.schemas.peers.http_hosts import is_known_host
 from headrace.workers.serving.episode_codec import EpisodeCodec
-from headrace.workers.serving.http.connection import HttpRequest
-from headrace.workers.serving.serving_messages import AnyStep, ClientRequest
+from headrace.workers.serving.http.responses import HttpAnswer, json_answer
+from headrace.workers.serving.serving_messages import (
+    AnyStep,
+    ClientBye,
+    ClientHeartbeat,
+    ClientHello,
+    ClientRequest,
+    EpisodeAbort,
+    EpisodeStart,
+)
 
 TOKEN_HEADER = "Headrace-Client"
 """Every request of a session has its token in this header."""
 _TOKEN = TOKEN_HEADER.lower().encode()
 _MAX_NUMBER_DIGITS = 19
-_MAX_CACHED_PATH = 512
-"""Longer paths are not cached: clients choose their length, and the cache holds many."""
 _MAX_FIELDS_BYTES = DEFAULT_LIMITS.header_bytes
 """Most bytes of a step's fields other than observation and action, as over ZeroMQ."""
-_HEALTH = b"/v1/health"
 
 
-StepPath = tuple[str, str, int]
-"""(session, episode, step) of `PUT /v1/sessions/SESSION/episodes/EPISODE/steps/STEP`."""
+@dataclass(slots=True, eq=False)
+class HttpRequest:
+    """A whole request. Header names are in lower case."""
+
+    method: str
+    target: bytes
+    headers: dict[bytes, bytes]
+    body: bytes
+    keep_alive: bool
+    """True if the client wants to use the connection for another request."""
 
 
-def step_path(request: HttpRequest) -> StepPath | None:
-    """Return the parts of a step's path; None for any other request."""
-    path, _, number = request.target.rpartition(b"/")
-    if request.method != b"PUT" or not number.isdigit() or len(number) > _MAX_NUMBER_DIGITS:
-        return None
-    found = (_cached_episode if len(path) <= _MAX_CACHED_PATH else _episode)(path)
-    return None if found is None else (*found, int(number))
+class StepRequest(NamedTuple):
+    """A step of a client."""
+
+    message: AnyStep
+    observation: Any
+    """The observation in JSON's types: `read_rows` of the codec converts those of many steps together."""
+    action: Any
+    """The action as a row; None where the client asks for one."""
 
 
-def _episode(path: bytes) -> tuple[str, str] | None:
-    """Return (session, episode) if `path` is the part of a step's path before its number."""
-    match path.split(b"/"):
-        case [b"", b"v1", b"sessions", session, b"episodes", episode, b"steps"] if session and episode:
-            return text_of(session), text_of(episode)
-    return None
+Routed = ClientRequest | StepRequest | HttpAnswer
 
 
-_cached_episode = lru_cache(1024)(_episode)
-"""All steps of an episode have the same path before their number."""
-
-
-def step_of(request: HttpRequest, path: StepPath, codec: EpisodeCodec) -> tuple[AnyStep, Any, Any]:
-    """Return (message, observation, action) of a step.
-
-    The observation stays as JSON has it, for `read_rows` of the codec. The action is a row, or None where the client
-    asks for an action.
+def route(request: HttpRequest, codec: EpisodeCodec) -> Routed:
+    """Return the message or step of a request. The answer at once: to /v1/spaces, or that there is no such request.
 
     Raises `ServingError`, `DecodeError` and `EnvContractError`; `MessageTooLargeError` for a step with more other
     fields than a ZeroMQ message may have, because infos stay in memory until their chunk is full.
     """
-    body = body_of(request)
+    method, (path, _, query) = request.method, request.target.decode("latin-1").partition("?")
+    parts = path.split("/")
+    if "%" in path:
+        parts = [unquote(part) for part in parts]  # %2F is a slash of an id, not of the path
+    match method, parts:
+        case "PUT", ["", "v1", "sessions", session, "episodes", episode, "steps", step] if _is_number(step):
+            return _step(request, codec, _ids(request, session, episode=episode, step=int(step)))
+        case "PUT", ["", "v1", "sessions", session, "episodes", episode]:
+            body = _body_of(request)
+            _check_fields(body, EpisodeStart)
+            return read(EpisodeStart, body | _ids(request, session, episode=episode))
+        case "DELETE", ["", "v1", "sessions", session, "episodes", episode]:
+            reason = dict(parse_qsl(query, keep_blank_values=True)).get("reason", "")
+            return read(EpisodeAbort, _ids(request, session, episode=episode, reason=reason))
+        case "PUT", ["", "v1", "sessions", session]:
+            return read(ClientHello, _ids(request, session))
+        case "DELETE", ["", "v1", "sessions", session]:
+            return read(ClientBye, _ids(request, session))
+        case "POST", ["", "v1", "sessions", session, "heartbeat"]:
+            return read(ClientHeartbeat, _ids(request, session))
+        case "GET" | "HEAD", ["", "v1", "spaces"]:
+            return json_answer(codec.spaces_json)
+    message = f"{method} {path:.200} is nothing that this server knows"
+    return json_answer({"error": "bad_request", "message": message, "facts": {}}, 404)
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) <= _MAX_NUMBER_DIGITS
+
+
+def _ids(request: HttpRequest, session: str, **others: Any) -> dict[str, Any]:
+    """Return the fields of a message that path and headers have, with the session's token."""
+    token = request.headers.get(_TOKEN)
+    if not token:
+        raise ServingError(f"the header {TOKEN_HEADER} is missing: a random token of this client's own", "bad_request")
+    return {"session": session, "token": token.decode("latin-1"), **others}
+
+
+def _step(request: HttpRequest, codec: EpisodeCodec, ids: dict[str, Any]) -> StepRequest:
+    body = _body_of(request)
     if "observation" not in body:
         raise ServingError("a step needs an observation", "bad_request")
     observation = body.pop("observation")
@@ -72,21 +124,16 @@ def step_of(request: HttpRequest, path: StepPath, codec: EpisodeCodec) -> tuple[
     if action is not None:
         action = codec.action.read_row(action)
         body["off_policy"] = True
-    check_fields(body, codec.step_message)
+    _check_fields(body, codec.step_message)
     if len(request.body) > _MAX_FIELDS_BYTES and (size := len(orjson.dumps(body))) > _MAX_FIELDS_BYTES:
         raise MessageTooLargeError(
             f"{size} bytes besides observation and action; a step may have {_MAX_FIELDS_BYTES} bytes of other fields"
         )
-    session, episode, step = path
-    body |= {"session": session, "episode": episode, "step": step, "token": token_of(request)}
-    return read(codec.step_message, body), observation, action
+    return StepRequest(read(codec.step_message, body | ids), observation, action)
 
 
-def body_of(request: HttpRequest) -> dict[str, Any]:
-    """Return the body, a JSON object, whatever the Content-Type. An empty body is an empty object.
-
-    Raises `ServingError`.
-    """
+def _body_of(request: HttpRequest) -> dict[str, Any]:
+    """Return the body, a JSON object, whatever the Content-Type. An empty body is an empty object."""
     raw, most = request.body or b"{}", DEFAULT_LIMITS.header_depth
     try:
         body = orjson.loads(raw)
@@ -98,7 +145,7 @@ def body_of(request: HttpRequest) -> dict[str, Any]:
     return body
 
 
-def check_fields(body: dict[str, Any], kind: type[ClientRequest]) -> None:
+def _check_fields(body: dict[str, Any], kind: type[ClientRequest]) -> None:
     """Raise `ServingError` for a field that `kind` does not have.
 
     Otherwise a misspelt reward would be lost silently. Over ZeroMQ, unknown fields are ignored, because they come from
@@ -115,33 +162,3 @@ def check_fields(body: dict[str, Any], kind: type[ClientRequest]) -> None:
 @lru_cache
 def _fields(kind: type[ClientRequest]) -> Set[str]:
     return kind.model_fields.keys()
-
-
-def token_of(request: HttpRequest) -> str:
-    """Return the session's token. Raises `ServingError` if the header is missing."""
-    token = request.headers.get(_TOKEN)
-    if not token:
-        raise ServingError(f"the header {TOKEN_HEADER} is missing: a random token of this client's own", "bad_request")
-    return token.decode("latin-1")
-
-
-def knows_token(headers: dict[bytes, bytes], token: bytes) -> bool:
-    """Return whether the headers show the server's token."""
-    return hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + token)
-
-
-def names_host(headers: dict[bytes, bytes], hosts: frozenset[str]) -> bool:
-    """Return whether the Host header names an address, localhost or one of `hosts`; a request without it does."""
-    value = headers.get(b"host")
-    return value is None or is_known_host(value, hosts)
-
-
-def asks_for_health(target: bytes, headers: dict[bytes, bytes]) -> bool:
-    """Return whether this is a health request without a body."""
-    empty = b"transfer-encoding" not in headers and headers.get(b"content-length", b"0") == b"0"
-    return empty and target.partition(b"?")[0] == _HEALTH
-
-
-def text_of(part: bytes) -> str:
-    """Decode one part of a path, between two slashes. %2F in it is a slash of the id, not of the path."""
-    return unquote_to_bytes(part).decode(errors="replace") if b"%" in part else part.decode(errors="replace")

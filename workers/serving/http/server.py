@@ -8,6 +8,7 @@ address writes the answer to the connection.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import resource
 import socket
@@ -15,19 +16,18 @@ from collections.abc import Coroutine, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from typing import Any, NamedTuple
+from typing import Any
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.errors.serving import ServingError
+from headrace.schemas.peers.http_hosts import is_known_host
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.dispatcher import Event
 from headrace.workers.serving.episode_codec import EpisodeCodec
-from headrace.workers.serving.http.connection import HttpConnection, HttpLimits, HttpRequest
-from headrace.workers.serving.http.requests import asks_for_health, knows_token, names_host, step_of, step_path
-from headrace.workers.serving.http.responses import HttpAnswer, answer_of, failed, health_answer, json_answer, refused
-from headrace.workers.serving.http.routes import Query, route
-from headrace.workers.serving.serving_messages import AnyStep
+from headrace.workers.serving.http.connection import HttpConnection, HttpLimits
+from headrace.workers.serving.http.requests import HttpRequest, StepRequest, route
+from headrace.workers.serving.http.responses import HttpAnswer, answer_of, failed, health_answer, refused
 from headrace.workers.serving.session_records import Reply, ServingLimits
 from headrace.workers.serving.space_codec import read_each
 
@@ -62,16 +62,6 @@ class HttpAddress:
         self.connection.answer(self.request, answer)
 
 
-class _PendingStep(NamedTuple):
-    """A step that waits for `deliver_to`."""
-
-    address: HttpAddress
-    message: AnyStep
-    observation: Any
-    """The observation in JSON's types: `deliver_to` converts the observations of all steps together."""
-    action: Any
-
-
 class HttpServer:
     """Serves one listening socket in one event loop.
 
@@ -91,9 +81,9 @@ class HttpServer:
         self.limits = HttpLimits(limits.max_message_bytes, limits.read_s, wait_s, idle_s)
         self.date = b""
         self._loop, self._codec = loop, codec
-        self._token = token.encode() if token is not None else None
+        self._authorization = f"Bearer {token}".encode() if token is not None else None
         self._hosts = frozenset(hosts)
-        self._steps: list[_PendingStep] = []
+        self._steps: list[tuple[HttpAddress, StepRequest]] = []
         self._events: list[tuple[HttpAddress, Event]] = []
         """Events of other requests, for the sessions."""
         self._closing = False
@@ -123,8 +113,7 @@ class HttpServer:
         From now on no request stops the loop, so the coroutine can run to its end.
         """
         self._closing = True
-        pending = [step.address for step in self._steps] + [address for address, _ in self._events]
-        for address in pending:
+        for address, _ in [*self._steps, *self._events]:
             address.send(_stopping())
         return self._close_connections()
 
@@ -172,9 +161,13 @@ class HttpServer:
         The body is not read, so that it cannot fill the memory. The host name matters only without a token, because a
         web page in a browser does not know the token.
         """
-        if self._token is None:
-            return None if names_host(headers, self._hosts) else ServingError(_OTHER_HOST, "bad_request")
-        if knows_token(headers, self._token) or asks_for_health(target, headers):
+        if self._authorization is None:
+            is_known = is_known_host(headers.get(b"host", b"localhost"), self._hosts)
+            return None if is_known else ServingError(_OTHER_HOST, "bad_request")
+        has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+        if (_is_health(target) and not has_body) or hmac.compare_digest(
+            headers.get(b"authorization", b""), self._authorization
+        ):
             return None
         return ServingError("show the server's token: Authorization: Bearer TOKEN", "unauthorized")
 
@@ -190,20 +183,17 @@ class HttpServer:
             address.send(error)
 
     def _read(self, address: HttpAddress, request: HttpRequest) -> None:
-        path = step_path(request)
-        if path is not None:
-            step = _PendingStep(address, *step_of(request, path, self._codec))
-            self._stop_loop()
-            self._steps.append(step)
+        if request.method in ("GET", "HEAD") and _is_health(request.target):
+            # asked of the sessions, so that the answer shows that they are served
+            self._post(address, lambda sessions, now: address.answer(health_answer(sessions.counts())))
             return
-        routed = route(request)
+        routed = route(request, self._codec)
         match routed:
+            case StepRequest():
+                self._stop_loop()
+                self._steps.append((address, routed))
             case HttpAnswer():
                 address.answer(routed)
-            case Query.SPACES:
-                address.answer(json_answer(self._codec.spaces_json))
-            case Query.HEALTH:  # asked of the sessions, so that the answer shows that they are served
-                self._post(address, lambda sessions, now: address.answer(health_answer(sessions.counts())))
             case _:
                 self._post(address, lambda sessions, now: sessions.receive(routed, address, now))
 
@@ -236,14 +226,14 @@ class HttpServer:
         if not self._steps:
             return
         steps, self._steps = self._steps, []
-        rows = read_each(self._codec.observation.read_rows, [step.observation for step in steps])
-        for step, row in zip(steps, rows, strict=True):
+        rows = read_each(self._codec.observation.read_rows, [step.observation for _, step in steps])
+        for (address, step), row in zip(steps, rows, strict=True):
             try:
                 if isinstance(row, Exception):
                     raise row
-                sessions.step(step.message, step.address, now, row, step.action)
+                sessions.step(step.message, address, now, row, step.action)
             except Exception as error:  # noqa: BLE001  as in `handle`
-                step.address.send(error)
+                address.send(error)
 
     def write(self, request: HttpRequest, reply: Reply | Exception) -> HttpAnswer:
         """Write a reply as JSON. An error that is not for the client is logged, and the client is told of that."""
@@ -253,6 +243,10 @@ class HttpServer:
             self._warnings.failed(f"{request.target[:200]!r} failed", reply)
             return failed()
         return answer_of(reply, self._codec.action)
+
+
+def _is_health(target: bytes) -> bool:
+    return target.partition(b"?")[0] == b"/v1/health"
 
 
 def _stopping() -> ServingError:
