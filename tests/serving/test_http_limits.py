@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -13,8 +12,7 @@ import pytest
 
 from headrace.schemas.chunks.spaces import Discrete, MultiDiscrete, Spaces
 from headrace.workers.serving.http import connection as http_connection
-from headrace.workers.serving.http.connection import HEAD_BYTES, MOST_HEADERS
-from headrace.workers.serving.http.server import connection_limit
+from headrace.workers.serving.http.connection import HEAD_BYTES
 from support.serving.raw_http import HEALTH, RawHttp, head, put
 from support.serving.served import LIMITS, Served
 
@@ -59,21 +57,7 @@ def server() -> Iterator[Served]:
 def test_a_request_that_does_not_arrive_whole_in_time_is_answered_408(server: Served, part: bytes) -> None:
     with RawHttp(server.url) as client:
         client.say(part)
-        assert "no whole request within 0.4 s" in client.hear_refusal(408, "too_slow")
-
-
-def test_a_request_that_drips_in_too_slowly_is_answered_408(server: Served) -> None:
-    with RawHttp(server.url) as client:
-        client.say(b"GET / HTTP/1.1\r\n")
-        client.socket.settimeout(0.05)
-        for _ in range(400):
-            client.say(b"a: b\r\n")
-            try:
-                client.more()
-            except TimeoutError:
-                continue
-            break
-        assert client.read.startswith(b"HTTP/1.1 408 Request Timeout")
+        assert "nothing of the request came for 0.4 s" in client.hear_refusal(408, "too_slow")
 
 
 def test_connections_beyond_the_cap_are_refused_and_the_others_go_on() -> None:
@@ -88,14 +72,6 @@ def test_connections_beyond_the_cap_are_refused_and_the_others_go_on() -> None:
         taken.append(stack.enter_context(placed(server)))
         for client in taken:
             client.hear_end()  # each was silent for a lease
-
-
-def test_silent_connections_lose_their_places_to_clients_that_ask() -> None:
-    with Served(replace(QUICK, read_s=1000.0)) as server, ExitStack() as stack:
-        silent = [stack.enter_context(RawHttp(server.url)) for _ in range(2 * QUICK.max_connections)]
-        alive([stack.enter_context(placed(server)) for _ in range(QUICK.max_connections)])
-        for client in silent:
-            client.hear_end()
 
 
 def test_connections_with_unfinished_requests_free_their_places_in_time() -> None:
@@ -144,7 +120,6 @@ def test_a_client_that_does_not_read_its_answers_is_disconnected() -> None:
         b"GET /" + b"a" * 2 * HEAD_BYTES,
         b"GET / HTTP/1.1\r\nx: " + b"a" * 2 * HEAD_BYTES,
         b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * HEAD_BYTES,
-        b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * (HEAD_BYTES // 4) + b"\r\n",
         head(STEP, "Content-Length: 65537"),
         head(STEP, "Content-Length: 9999999999999999999"),
         head(STEP, "Transfer-Encoding: chunked") + (b"8000\r\n" + b"x" * 0x8000 + b"\r\n") * 3,
@@ -155,15 +130,6 @@ def test_a_request_that_is_too_long_is_refused_before_it_has_arrived(server: Ser
     with RawHttp(server.url) as client:
         client.say(request_)
         assert "of more than 65536 bytes" in client.hear_refusal(413, "too_large")
-
-
-def test_a_request_with_more_than_256_headers_is_refused(server: Served) -> None:
-    names = [b"n%d: \r\n" % number for number in range(MOST_HEADERS)]
-    with RawHttp(server.url) as client:
-        client.say(HEALTH[:-2] + b"".join(names[1:] * 2) + b"\r\n")  # a name may be there twice
-        assert client.hear().status == 200
-        client.say(HEALTH[:-2] + b"".join(names) + b"\r\n")
-        assert "more than 256 headers" in client.hear_refusal(413, "too_large")
 
 
 def test_small_chunks_of_a_body_take_little_more_memory_than_the_body() -> None:
@@ -229,9 +195,3 @@ def test_a_silent_connection_is_closed_without_an_answer(server: Served) -> None
         client.say(HEALTH)
         client.hear()
         client.hear_end()
-
-
-def test_http_connections_use_at_most_half_of_the_open_file_limit() -> None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert connection_limit(3) == 3
-    assert connection_limit(1 << 40) == soft // 2

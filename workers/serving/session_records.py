@@ -62,7 +62,7 @@ class ServingLimits:
     max_connections: int = 1024
     """Most HTTP connections."""
     read_s: float = 10.0
-    """Seconds that an HTTP request may take to arrive. Large ones may take longer."""
+    """Seconds for which an HTTP client may send nothing of a request that it has begun."""
 
 
 @dataclass(slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http
+from functools import cache
 from typing import Any, NamedTuple
 
 import orjson
@@ -14,8 +15,6 @@ from headrace.workers.serving.multi_agent_codec import MultiAgentCodec
 from headrace.workers.serving.session_records import Reply
 from headrace.workers.serving.space_codec import SpaceCodec
 
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
 
 class HttpAnswer(NamedTuple):
     """A status and a body of JSON."""
@@ -23,14 +22,14 @@ class HttpAnswer(NamedTuple):
     status: int
     body: bytes
 
-    def frame(self, date: bytes, *, keep_alive: bool, head_only: bool = False) -> bytes:
+    def frame(self, *, keep_alive: bool, head_only: bool = False) -> bytes:
         """Return the bytes to send. Without `keep_alive` they tell the client that the connection ends.
 
         `head_only` leaves out the body, for a HEAD request.
         """
         ends = b"" if keep_alive else b"connection: close\r\n"
         body = b"" if head_only else self.body
-        return b"%bdate: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (_head(self.status), date, ends, len(self.body), body)
+        return b"%b%bcontent-length: %d\r\n\r\n%b" % (_head(self.status), ends, len(self.body), body)
 
 
 def json_answer(body: Any, status: int = 200) -> HttpAnswer:
@@ -68,11 +67,6 @@ def _refusal(code: str, message: str, facts: dict[str, Any]) -> HttpAnswer:
     return json_answer({"error": code, "message": message, "facts": facts}, HTTP_STATUS.get(code, 500))
 
 
-_HEADS: dict[int, bytes] = {}
-
-
+@cache
 def _head(status: int) -> bytes:
-    if status not in _HEADS:
-        phrase = http.HTTPStatus(status).phrase
-        _HEADS[status] = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n".encode()
-    return _HEADS[status]
+    return f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n".encode()

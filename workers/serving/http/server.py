@@ -10,22 +10,20 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import resource
 import socket
 from collections.abc import Coroutine, Set
-from contextlib import suppress
 from dataclasses import dataclass, field
-from email.utils import formatdate
 from typing import Any
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.errors.serving import ServingError
+from headrace.schemas.peers.connection_limit import connection_limit
 from headrace.schemas.peers.http_hosts import is_known_host
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.dispatcher import Event
 from headrace.workers.serving.episode_codec import EpisodeCodec
-from headrace.workers.serving.http.connection import HttpConnection, HttpLimits
+from headrace.workers.serving.http.connection import HttpConnection
 from headrace.workers.serving.http.requests import HttpRequest, StepRequest, route
 from headrace.workers.serving.http.responses import HttpAnswer, answer_of, failed, health_answer, refused
 from headrace.workers.serving.session_records import Reply, ServingLimits
@@ -77,9 +75,11 @@ class HttpServer:
         token: str | None,
         hosts: Set[str],
     ) -> None:
-        wait_s, idle_s = min(limits.lease_s / 3, 30.0), max(limits.lease_s, 3 * limits.read_s)
-        self.limits = HttpLimits(limits.max_message_bytes, limits.read_s, wait_s, idle_s)
-        self.date = b""
+        self.limits = limits
+        self.wait_s = min(limits.lease_s / 3, 30.0)
+        """Seconds from a request to its answer."""
+        self.idle_s = max(limits.lease_s, 3 * limits.read_s)
+        """Seconds from an answer to the next request."""
         self._loop, self._codec = loop, codec
         self._authorization = f"Bearer {token}".encode() if token is not None else None
         self._hosts = frozenset(hosts)
@@ -87,12 +87,9 @@ class HttpServer:
         self._events: list[tuple[HttpAddress, Event]] = []
         """Events of other requests, for the sessions."""
         self._closing = False
-        self._max_connections = connection_limit(limits.max_connections)
-        self._connections: dict[HttpConnection, None] = {}
-        """In the order in which they came."""
+        self._max_connections = connection_limit(limits.max_connections, ports=2)
+        self._connections: set[HttpConnection] = set()
         self._warnings = CountedWarnings(log)
-        self._all_gone = asyncio.Event()
-        """Set by the end of the last connection."""
         self._server: asyncio.Server
         self._check_timer: asyncio.TimerHandle
 
@@ -103,7 +100,7 @@ class HttpServer:
 
     def _check_connections(self) -> None:
         self._check_timer = self._loop.call_later(_CHECK_INTERVAL_S, self._check_connections)
-        self.date, now = formatdate(usegmt=True).encode(), self._loop.time()
+        now = self._loop.time()
         for connection in list(self._connections):
             connection.check_time(now)
 
@@ -122,10 +119,9 @@ class HttpServer:
         self._server.close()
         for connection in list(self._connections):
             connection.shutdown()
-        if self._connections:
-            self._all_gone.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_gone.wait(), _CLOSE_TIMEOUT_S)
+        deadline = self._loop.time() + _CLOSE_TIMEOUT_S
+        while self._connections and self._loop.time() < deadline:
+            await asyncio.sleep(0.01)
         self._check_timer.cancel()
         for connection in list(self._connections):
             connection.abort()
@@ -133,27 +129,15 @@ class HttpServer:
     # -- connections --------------------------------------------------------------------------------------------------
 
     def admit(self, connection: HttpConnection) -> HeadraceError | None:
-        """Count a new connection; return the reason if there is no room for it.
-
-        It gets the place of the connection that was first to come and has made no request yet, if there is one.
-        """
+        """Count a new connection; return the reason if there is no room for it."""
         if len(self._connections) >= self._max_connections:
-            silent = next((other for other in self._connections if not other.is_known), None)
-            if silent is None:
-                return ServingError(
-                    f"all {self._max_connections} connections are taken; try again later", "server_full"
-                )
-            self._warnings.warn(b"", "full", "an HTTP connection without a request is closed: all places are taken")
-            self.disconnected(silent)
-            silent.abort()
-        self._connections[connection] = None
+            return ServingError(f"all {self._max_connections} connections are taken; try again later", "server_full")
+        self._connections.add(connection)
         return None
 
     def disconnected(self, connection: HttpConnection) -> None:
         """Forget a connection that has ended."""
-        self._connections.pop(connection, None)
-        if not self._connections:
-            self._all_gone.set()
+        self._connections.discard(connection)
 
     def refuse_head(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
         """Refuse a request without the server's token. Without a token, refuse a request for another host name.
@@ -176,7 +160,6 @@ class HttpServer:
     def handle(self, connection: HttpConnection, request: HttpRequest) -> None:
         """Answer a request, or enqueue it for `deliver_to`."""
         address = HttpAddress(self, connection, request)
-        connection.is_known = True
         try:
             self._read(address, request)
         except Exception as error:  # noqa: BLE001  one request that fails must not end the worker
@@ -251,17 +234,3 @@ def _is_health(target: bytes) -> bool:
 
 def _stopping() -> ServingError:
     return ServingError("the server is stopping; send the same again", "not_yet")
-
-
-def connection_limit(most: int) -> int:
-    """Return how many connections are allowed: `most`, but at most half of the file descriptors.
-
-    ZeroMQ ends a process that has no descriptors left.
-    """
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    places = most if soft == resource.RLIM_INFINITY else min(most, soft // 2)
-    if places < most:
-        log.warning(
-            "at most %d HTTP connections at once, not %d: this process may open only %d files", places, most, soft
-        )
-    return places
