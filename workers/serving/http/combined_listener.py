@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Set
-from concurrent import futures
 
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.episode_codec import EpisodeCodec
@@ -40,8 +39,6 @@ class CombinedListener:
         self._zmq = zmq_listener
         self._has_zmq_message = False
         """True if a message may wait at the ROUTER."""
-        self._thread_pool = futures.ThreadPoolExecutor(1, "http")
-        """Starts no thread until `_run_loop` needs one."""
         self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
         self._loop = self._runner.get_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -93,7 +90,6 @@ class CombinedListener:
             self._runner.run(close_connections)
         finally:
             self._runner.close()
-            self._thread_pool.shutdown()
             self._zmq.close()
 
     # -- in the loop --------------------------------------------------------------------------------------------------
@@ -115,15 +111,10 @@ class CombinedListener:
             self._timer = self._loop.call_at(now + timeout_s, self._loop.stop)
 
     def _run_loop(self) -> None:
-        """Run the loop until it is stopped."""
-        if asyncio._get_running_loop() is None:
-            self._loop.run_forever()
-            return
-        # A thread that is inside another loop, as in a notebook, cannot run a second one: use another thread.
-        running = self._thread_pool.submit(self._loop.run_forever)
+        """Run the loop until it is stopped. The thread may be inside another loop, as in a notebook, which waits."""
+        outer = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)
         try:
-            running.result()
+            self._loop.run_forever()
         finally:
-            if not running.done():  # Ctrl-C: stop the loop, because another thread may run it next
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                futures.wait([running])
+            asyncio._set_running_loop(outer)
