@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.errors.serving import FAILED, HTTP_STATUS, ServingError, code_of, facts_of
+from headrace.schemas.errors.serving import HTTP_STATUS, code_of, facts_of
 from headrace.schemas.frames.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind
 from headrace.workers.serving.multi_agent_codec import MultiAgentCodec
 from headrace.workers.serving.session_records import Reply
@@ -56,11 +56,6 @@ def answer_of(reply: Reply, actions: SpaceCodec | MultiAgentCodec) -> HttpAnswer
 def health_answer(counts: dict[str, int]) -> HttpAnswer:
     """Write the answer to a health request, with the counts of sessions and episodes."""
     return json_answer({"status": "ok", "protocol": f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}", **counts})
-
-
-def failed() -> HttpAnswer:
-    """Write the answer to a request at which the server itself failed."""
-    return _refusal(ServingError.code, FAILED, {})
 
 
 def _refusal(code: str, message: str, facts: dict[str, Any]) -> HttpAnswer:

@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.errors.serving import ServingError
+from headrace.schemas.errors.serving import FAILED, ServingError
 from headrace.schemas.peers.connection_limit import connection_limit
 from headrace.schemas.peers.http_hosts import is_known_host
 from headrace.workers.serving.client_sessions import ClientSessions
@@ -25,7 +25,7 @@ from headrace.workers.serving.dispatcher import Event
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.http.connection import HttpConnection
 from headrace.workers.serving.http.requests import HttpRequest, StepRequest, route
-from headrace.workers.serving.http.responses import HttpAnswer, answer_of, failed, health_answer, refused
+from headrace.workers.serving.http.responses import HttpAnswer, answer_of, health_answer, refused
 from headrace.workers.serving.session_records import Reply, ServingLimits
 from headrace.workers.serving.space_codec import read_each
 
@@ -220,12 +220,10 @@ class HttpServer:
 
     def write(self, request: HttpRequest, reply: Reply | Exception) -> HttpAnswer:
         """Write a reply as JSON. An error that is not for the client is logged, and the client is told of that."""
-        if isinstance(reply, HeadraceError):
-            return refused(reply)
-        if isinstance(reply, Exception):
+        if isinstance(reply, Exception) and not isinstance(reply, HeadraceError):
             self._warnings.failed(f"{request.target[:200]!r} failed", reply)
-            return failed()
-        return answer_of(reply, self._codec.action)
+            reply = ServingError(FAILED)
+        return refused(reply) if isinstance(reply, HeadraceError) else answer_of(reply, self._codec.action)
 
 
 def _is_health(target: bytes) -> bool:
