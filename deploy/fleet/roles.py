@@ -243,7 +243,6 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
     told = version("headrace"), sampling.num_envs, sampling.env, where, joined.origin
     log.info("headrace %s env-host, %d x %s for the worker at %s; config: %s", *told)
     from headrace.workers.config import EnvRunnerConfig
-    from headrace.workers.envs.process.child import AGENTS_CHILD
     from headrace.workers.fleet.link import StoppedError
 
     settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}
@@ -263,7 +262,6 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
             where,
             keys,
             look,
-            AGENTS_CHILD,
             place,
             on_answer=health.progressed,
             elsewhere=source.elsewhere if isinstance(source, WorkerPortChoice) else str,

@@ -19,7 +19,6 @@ from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header, enc
 from headrace.schemas.messages import Fenced, Message, Reject
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.workers import EnvRunnerConfig
-from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.remote.env_messages import WITHOUT_SEED, EnvHeartbeat, EnvHostWelcome, EnvOrders
 from headrace.workers.envs.remote.host.process import EnvHost, learn_spaces
@@ -67,7 +66,7 @@ class Schedule:
                 worker.check()
                 assert time.monotonic() < deadline, f"the host gives no step: {self._left}, {self._given}"
 
-            host = EnvHost(CONFIG, FleetPlace(worker.endpoint), None, self._spaces, SOLO_CHILD)
+            host = EnvHost(CONFIG, FleetPlace(worker.endpoint), None, self._spaces)
             try:
                 host.serve(self._done, on_turn)
             except HeadraceError as error:

@@ -17,7 +17,6 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode, decode_header, encode
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
-from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.remote.env_messages import EnvAnswers, EnvHeartbeat, EnvHostBye, EnvHostHello
 from headrace.workers.envs.remote.host.process import EnvHost, learn_spaces
@@ -42,7 +41,7 @@ class Port:
         port = free_port()
         self.endpoint = f"tcp://127.0.0.1:{port}"
         config = EnvRunnerConfig(num_envs=HONEST, envs_per_process=HONEST, **_SAMPLING)
-        self._host = EnvHost(config, FleetPlace(self.endpoint), None, spaces, SOLO_CHILD)
+        self._host = EnvHost(config, FleetPlace(self.endpoint), None, spaces)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._host.serve, args=(self._stopping, lambda: None))
         self._thread.start()

@@ -17,7 +17,6 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from headrace.schemas.errors import ConfigError, EnvContractError, UnknownEnvError
 from headrace.workers import EnvContext, EnvRunnerConfig, register_env
-from headrace.workers.envs.process.child import AGENTS_CHILD, SOLO_CHILD
 from headrace.workers.envs.process.job_settings import name_env
 from headrace.workers.envs.process.lifeline import tie_group
 from headrace.workers.envs.process.pool import EnvProcessPool
@@ -184,9 +183,9 @@ def test_the_env_context_has_worker_index_env_index_and_config() -> None:
         assert pool.observations["obs"].tolist() == [[4, 7, lane, 0, 5] for lane in range(3)]
 
 
-@pytest.mark.parametrize("child", [SOLO_CHILD, AGENTS_CHILD])
-def test_processes_do_not_load_torch(child: str) -> None:
-    script = f"import sys, {child}; print('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["envs.process.child", "agents.packed_env"])
+def test_processes_do_not_load_torch(module: str) -> None:
+    script = f"import sys, headrace.workers.{module}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False\n"
 
 

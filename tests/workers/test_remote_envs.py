@@ -312,7 +312,7 @@ def test_a_worker_that_waits_for_a_first_host_can_be_stopped(hosts: EnvHosts, ca
 
 def test_an_env_host_needs_no_torch() -> None:
     code = (
-        "import sys, headrace.workers.envs.remote.host.process, headrace.workers.agents.env_process, "
+        "import sys, headrace.workers.envs.remote.host.process, headrace.workers.agents.packed_env, "
         "headrace.deploy.command.cli; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,7 +17,7 @@ from headrace.workers.agents.env_building import build_multi_agent_env
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.agents.lane_report import read_reset
 from headrace.workers.agents.seating import Seating
-from headrace.workers.agents.source import Gathered, LaneAnswer
+from headrace.workers.agents.source import AgentSource, Gathered, LaneAnswer
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.checks import own_info
 from headrace.workers.envs.context import EnvContext
@@ -25,7 +25,7 @@ from headrace.workers.envs.creators import EnvCreator
 from headrace.workers.envs.driver import StartEpisodes
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.inline import BuiltEnvs, check_inline
-from headrace.workers.envs.lane import Episode, Lane
+from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.recovery import LaneRecovery, wait_for_one
@@ -37,27 +37,17 @@ _STEPPED = Outcome(np.empty(0), [], [])
 """The outcome of a step in which no env raised: the envs' answers tell the rest."""
 
 
-class InlineAgents:
-    """An `AgentSource` whose envs are objects of this process, and the `LaneDriver` of their lanes.
+class InlineAgents(AgentSource):
+    """An `AgentSource` whose envs are objects of this process.
 
     Agents get their seats when their env is reset. `first` is an env 0 that was built to learn what kind of env it is.
     """
 
     pace = Pace.LOCK_STEP
-    seeds_every_episode = True
-    steps_to_reset = False
-    on_rebuild: Callable[[], None] | None = None
-    on_episode_created: Callable[[Lane, Episode], None] | None = None
-    on_failure: Callable[[Lane, Failure], None] | None = None
-    on_wait: Callable[[], None] | None = None
-    replies_at_once = True
-    has_processes = False
-    env_hosts = None
 
     def __init__(self, table: LaneTable, seating: Seating, first: Any = None) -> None:
         self.lanes = table.lanes
         self.halves: list[NDArray[np.intp]] = []
-        self.under_way: set[int] = set()
         self._table = table
         self._seating = seating
         self._recovery = LaneRecovery(table, self._rebuild, self._take_down)
@@ -68,15 +58,9 @@ class InlineAgents:
         self._first = first
         self.build(table.config)
 
-    @property
-    def envs(self) -> InlineAgents:
-        """The lanes of the envs."""
-        return self
-
     # -- building -----------------------------------------------------------------------------------------------------
 
     def build(self, config: EnvRunnerConfig) -> None:
-        """Build all envs, after closing earlier ones. Raises if an env cannot be built."""
         check_inline(config)
         self._table.config = config
         self.stop()
@@ -117,7 +101,6 @@ class InlineAgents:
         return self._envs
 
     def stop(self) -> None:
-        """Close all envs, within one time limit for all of them."""
         self._recovery.stop()
         if self._envs is not None:
             self._envs.close()
@@ -161,12 +144,10 @@ class InlineAgents:
 
     @property
     def live(self) -> NDArray[np.intp] | None:
-        """Lanes with an episode, None when all have one."""
         return self._recovery.live
 
     @property
     def repairing(self) -> bool:
-        """Return whether some lane has no env that could be stepped."""
         return not self._recovery.are_all_up
 
     def try_reset(self, lanes: Sequence[int]) -> None:
@@ -219,22 +200,12 @@ class InlineAgents:
                 lane.episode = episode
             raise
 
-    def take_started(self) -> list[int]:
-        """Return the lanes that began an episode since the last call."""
-        return self._table.take_started()
-
     def end_episodes(self, lanes: Sequence[int]) -> None:
-        """Forget the episodes of `lanes`: they are over, or abandoned."""
         self._recovery.end_episodes(lanes)
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
-    def fail(self, failure: Failure) -> None:
-        """Take the lane out. `try_restart` handles the failure."""
-        self._table.failed.append(failure)
-
     def try_restart(self) -> None:
-        """Close and rebuild the failed envs, now or after their wait. Raises as `LaneRecovery.try_restart` does."""
         self._recovery.try_restart(self.on_failure)
 
     def _take_down(self, lane: Lane) -> None:
@@ -256,11 +227,9 @@ class InlineAgents:
         self.try_reset([lane.index])
 
     def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
-        """Rebuild the lanes whose wait is over. While no lane is up, sleep until the first is up."""
         is_up, pause = (lambda: bool(self._recovery.up)), self._table.sleep_until_due
         wait_for_one(is_up, lambda: self._recovery.revive(self.on_failure), pause, start_episodes, on_wait)
 
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
-        """Return one env's picture, rgb uint8 (height, width, 3); None where it gives none."""
         with self._table.totals.calls.of(UserCall.RENDER, index):
             return render_at(self.lanes[index].env, index)

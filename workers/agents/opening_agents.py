@@ -19,7 +19,7 @@ from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.policies import Policies
 from headrace.workers.randomness.seeds import SeedTree
-from headrace.workers.sampling.opening import OnWait, check_batch_wait, first_env, pace_of, placement_of
+from headrace.workers.sampling.opening import OnWait, backend_of, check_batch_wait, first_env, pace_of
 
 
 def open_agents(
@@ -36,7 +36,7 @@ def open_agents(
     table = LaneTable(config, worker_index, seeds, totals, callbacks)
     seating = Seating(policies, config.num_envs, seeds, id_high)
     if config.env_placement != "inline":
-        packed = PackedAgents(table, placement_of(config, on_wait), pace_of(config), seating)
+        packed = PackedAgents(table, backend_of(config, on_wait), pace_of(config), seating)
         return MultiAgentVector(packed, seating, table)
     first = first_env(table)
     driver = own_driver(first, several_agents=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,12 @@ from headrace.workers.agents.packing import Packing
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import Gathered, LaneAnswer
 from headrace.workers.envs.backend import EnvBackend
+from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.placeholder import out_of_reach
 from headrace.workers.envs.sequential_step import Outcome
-from headrace.workers.envs.vector import EnvPlacement, EnvVector
+from headrace.workers.envs.vector import EnvVector, OpenBackend
 
 
 class MultiAgentEnvPlaceholder(MultiAgentEnv):
@@ -41,69 +42,62 @@ class MultiAgentEnvPlaceholder(MultiAgentEnv):
         raise out_of_reach(self._index)
 
 
-class PackedAgents:
-    """An `AgentSource` of packed envs, and the `EnvFacade` of their `EnvVector`, where observations are checked."""
+class PackedAgents(EnvVector):
+    """An `AgentSource` of packed envs, whose observations are checked where the envs are."""
 
-    def __init__(self, table: LaneTable, placement: EnvPlacement, pace: Pace, seating: Seating) -> None:
+    _episode_kind = MultiAgentEpisode
+
+    def __init__(self, table: LaneTable, open_backend: OpenBackend, pace: Pace, seating: Seating) -> None:
         self._seating = seating
-        self._makes_rows = pace is Pace.READY
-        self.envs = EnvVector(table, placement, pace, episode_kind=MultiAgentEpisode, facade=self)
+        super().__init__(table, open_backend, pace)
 
-    # -- as an `EnvFacade` --------------------------------------------------------------------------------------------
-
-    def learn(self, backend: EnvBackend) -> None:
-        """Take over the agents of newly built packed envs."""
+    def _learn(self, backend: EnvBackend) -> None:
+        super()._learn(backend)
         self._packing = Packing.of(backend.spaces)
         by_agent = self._packing.by_agent
         gym_spaces = {agent: (to_gym(own.observation), to_gym(own.action)) for agent, own in by_agent.items()}
-        self._seating.learn(by_agent, gym_spaces, check_bounds=False, makes_rows=self._makes_rows)
+        self._seating.learn(by_agent, gym_spaces, check_bounds=False, makes_rows=self.pace is Pace.READY)
         self._actions = {
             name: np.zeros((backend.width, *leaf_shape(leaf)), column_dtype(leaf))
             for name, leaf in leaves(backend.spaces.action, "actions")
         }
 
-    def env_at(self, lane: int) -> Any:
-        """Return a placeholder in the dict protocol."""
-        return MultiAgentEnvPlaceholder(lane, self._seating.agent_gym_spaces)
+    def _env_at(self, index: int) -> Any:
+        env = super()._env_at(index)
+        return None if env is None else MultiAgentEnvPlaceholder(index, self._seating.agent_gym_spaces)
 
-    def blank(self, lane: int) -> None:
-        """Clear the modules' observations of the env in `lane`."""
-        self._seating.blank(lane)
+    def _take_down(self, lane: Lane) -> None:
+        super()._take_down(lane)
+        self._seating.blank(lane.index)
 
-    def begin(self, started: Sequence[int]) -> list[int]:
-        """Give the agents of new episodes their seats. Return the lanes by index, in whatever order they replied.
+    def take_started(self) -> list[int]:
+        """Return the lanes that began an episode, by index, in whatever order they replied. Give their agents seats.
 
         Raises as `Seating.seat` does.
         """
-        lanes = sorted(set(started))
-        columns = self.envs.observations.columns
+        lanes = sorted(set(super().take_started()))
+        columns = self.observations.columns
         begun = []
         for index in lanes:
-            episode = self.envs.lanes[index].episode
+            episode = self.lanes[index].episode
             if isinstance(episode, MultiAgentEpisode):
                 episode.reset_info = self._packing.unpack_infos(episode.reset_info)
                 begun.append((episode, self._packing.unpack_observations(columns, index)))
         self._seating.seat_first(begun)
         return lanes
 
-    # -- as an `AgentSource` ------------------------------------------------------------------------------------------
-
     def send(self, actions: Mapping[int, AgentDict]) -> None:
         """Step lanes, by index, with the actions of their agents."""
         for index, own in actions.items():
             self._packing.pack_actions(self._actions, index, own)
-        in_step = self.envs.pace is Pace.LOCK_STEP
-        self.envs.send_actions(self._actions, None if in_step else np.array(list(actions), np.intp))
-
-    def poll(self) -> Outcome:
-        """Return the lanes that have stepped or failed. In lock-step it waits for all lanes."""
-        return self.envs.poll()
+        in_step = self.pace is Pace.LOCK_STEP
+        self.send_actions(self._actions, None if in_step else np.array(list(actions), np.intp))
 
     def answers(self, acting: ActingSeats, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
         """Yield the unpacked reply of each lane of `acting`. Add failures of envs to `gathered` first."""
         gathered.failures += outcome.failures
         stepped = {failure.lane: failure.stepped for failure in outcome.failures}
-        infos, columns = dict(outcome.infos), self.envs.observations.columns
+        infos, columns = dict(outcome.infos), self.observations.columns
         for lane, episode in acting.lanes:
             if lane.index in stepped:
                 episode.t += stepped[lane.index]

@@ -32,12 +32,8 @@ class Gathered:
     failures: list[Failure] = field(default_factory=list)
 
 
-class AgentSource(Protocol):
-    """Multi-agent envs that speak in dicts by agent id."""
-
-    @property
-    def envs(self) -> LaneDriver:
-        """The lanes of the envs."""
+class AgentSource(LaneDriver, Protocol):
+    """Multi-agent envs that speak in dicts by agent id, and their lanes."""
 
     def send(self, actions: Mapping[int, AgentDict]) -> None:
         """Step lanes, by index, with the actions of their agents."""

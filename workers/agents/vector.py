@@ -29,7 +29,7 @@ class MultiAgentVector:
     """
 
     def __init__(self, source: AgentSource, seating: Seating, table: LaneTable) -> None:
-        self.envs = source.envs
+        self.envs = source
         self.seating = seating
         self._source = source
         self._table = table

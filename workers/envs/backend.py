@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.sequential_step import Outcome
 
 NextSeeds = Mapping[int, int | None]
 """Lane -> the seed for the reset that follows its step, or None for a reset without one."""
@@ -64,7 +64,7 @@ class Replies:
 
 
 class EnvBackend(Protocol):
-    """The place where the envs of a vector live: one env for each of `width` lanes.
+    """The place where the envs of a vector live: one env for each of `width` lanes. Backends derive from it.
 
     Only `step_wait` and `close` block. Inline envs are the exception: there each call does its work at once. A lane
     that has failed has no env until it is rebuilt.
@@ -72,27 +72,21 @@ class EnvBackend(Protocol):
 
     width: int
     spaces: Spaces
+    gym_spaces: tuple[Any, Any]
+    """The observation and action space of each env, as gymnasium has them."""
+    observations: dict[str, NDArray[Any]]
+    """The newest observation of each lane: "obs/..." -> (width, *shape). Valid until the lane is stepped or reset."""
     replies_at_once: bool
     """True if each call has its reply in the next `step_wait`, so that no step is ever in flight."""
     resets_ahead: bool
     """True if `step_async` takes seeds, and resets a lane in the step that ends its episode."""
-    renders: bool
+    renders: bool = True
     """True if `render` can be called."""
-
-    @property
-    def gym_spaces(self) -> tuple[Any, Any]:
-        """The observation and action space of each env, as gymnasium has them."""
-
-    @property
-    def observations(self) -> dict[str, NDArray[Any]]:
-        """The newest observation of each lane: "obs/..." -> (width, *shape).
-
-        Valid until the lane is stepped or reset.
-        """
 
     @property
     def env_hosts(self) -> EnvHostsHere | None:
         """Return the env hosts of these envs; None for envs elsewhere."""
+        return None
 
     def env_at(self, lane: int) -> Any:
         """Return the lane's env, a placeholder where the env is out of reach, or None if the lane has none yet."""
@@ -116,18 +110,21 @@ class EnvBackend(Protocol):
 
     def keeps_env(self, lane: int) -> bool:
         """Return whether `reset` resets the env that the lane has now, and does not build another in its place."""
+        return True
 
     def reset(self, lane: int, seed: int | None) -> None:
         """Have the lane's env reset, without a seed if that is None. The reply is in `began`, or a failure."""
 
     def begin(self, lanes: Sequence[int]) -> None:
         """Show the first observations of episodes whose reset was in `began`."""
+        return
 
     def rebuild(self, lane: int) -> None:
         """Have the lane's env built again. The reply is in `built`, or a failure."""
 
     def close_env(self, lane: int) -> None:
         """Close the env of a lane that has failed, if it is still there."""
+        return
 
     def leave_host(self, lane: int, failing: Set[int], why: str) -> bool:
         """Return whether `lane`, which has failed too often, now waits for another host, because its own one is bad.
@@ -135,6 +132,7 @@ class EnvBackend(Protocol):
         That is so if all lanes there are in `failing`, while lanes of other hosts work. The host then loses its other
         lanes too. `why` tells of the newest failure.
         """
+        return False
 
     def render(self, lane: int) -> None:
         """Render the lane's idle env. The reply is in `pictures`."""
@@ -143,16 +141,27 @@ class EnvBackend(Protocol):
         """Close all envs, within one time limit for all of them."""
 
 
-class InlineBackend(EnvBackend, Protocol):
-    """A backend whose envs are in this process. `step_wait` has replies to all calls but steps."""
-
-    def step(self) -> Outcome:
-        """Step what `step_async` asked to step, and return what came of it."""
-
-
 class PoolBackend(EnvBackend, Protocol):
-    """A backend whose envs are in other processes or on other hosts."""
+    """A backend whose envs are in other processes or on other hosts.
 
-    @property
-    def rewards(self) -> NDArray[np.float64]:
-        """(width,): of the last step."""
+    A failed lane lost its env when it failed, or loses it when `rebuild` builds another: `close_env` does nothing.
+    """
+
+    replies_at_once: bool = False
+    resets_ahead: bool = True
+    first: dict[str, NDArray[Any]]
+    """As `observations`, for the first observation of an episode that `begin` has not shown yet."""
+    actions: dict[str, NDArray[Any]]
+    """"actions/..." -> (width, *shape): the next action of each lane; `step_async` writes it."""
+    rewards: NDArray[np.float64]
+    """(width,): of the last step."""
+
+    def take_spaces(self, spaces: Spaces) -> None:
+        """Take the spaces of the first env that was built."""
+        self.spaces = spaces
+        self.gym_spaces = to_gym(spaces.observation), to_gym(spaces.action)
+
+    def begin(self, lanes: Sequence[int]) -> None:
+        """Show these lanes the first observation of their next episode."""
+        for name, column in self.observations.items():
+            column[lanes] = self.first[name][lanes]

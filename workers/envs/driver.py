@@ -3,7 +3,7 @@
     while sampling:   send_actions(columns) ── poll() ── try_reset(lanes that ended) ── try_restart() if some failed
 
 Those of one agent are `EnvVector` (`vector.py`) and native vectors (`native/`), those of several agents `InlineAgents`
-(`workers/agents/`) and a packed `EnvVector`. An env of another kind brings its own driver: see `own_driver`.
+and `PackedAgents` (`workers/agents/`). An env of another kind brings its own driver: see `own_driver`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvHostsHere
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
+from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.sequential_step import Outcome
@@ -31,6 +32,8 @@ StartEpisodes = Callable[[Callable[[], None]], None]
 class LaneDriver(Protocol):
     """Lanes of envs, with all operations of a sampler on them except steps. A lane is live while it has an episode.
 
+    The drivers of Headrace's own envs derive from it.
+
     Only `build`, `try_restart` and `wait_for_one` raise. Any other failure waits for `try_restart`. If an agent of
     several gets no seat, `try_reset` and `take_started` raise too.
     """
@@ -39,14 +42,17 @@ class LaneDriver(Protocol):
     pace: Pace
     halves: list[NDArray[np.intp]]
     """Groups of lanes that act together once all live lanes of the group can. Empty: each lane acts when it can."""
-    on_rebuild: Callable[[], None] | None
+    replies_at_once: bool = True
+    """True if `poll` steps envs in this process, and does not wait for others."""
+    on_rebuild: Callable[[], None] | None = None
     """Called before an env is rebuilt, which may take any time."""
-    on_episode_created: Callable[[Lane, Episode], None] | None
+    on_episode_created: Callable[[Lane, Episode], None] | None = None
     """Called before a reset. A `CallbackError` is a failure of the lane."""
-    on_failure: Callable[[Lane, Failure], None] | None
+    on_failure: Callable[[Lane, Failure], None] | None = None
     """Called for each failure before its lane is taken down."""
-    on_wait: Callable[[], None] | None
+    on_wait: Callable[[], None] | None = None
     """Called now and then while a poll waits for envs that are out of reach."""
+    _table: LaneTable
 
     @property
     def live(self) -> NDArray[np.intp] | None:
@@ -55,30 +61,31 @@ class LaneDriver(Protocol):
     @property
     def under_way(self) -> set[int]:
         """Live lanes whose action has no reply yet. In lock-step there are none between two polls."""
+        return set()
 
     @property
     def repairing(self) -> bool:
         """Return whether `wait_for_one` has work before the next poll."""
 
     @property
-    def replies_at_once(self) -> bool:
-        """Return whether `poll` steps envs in this process, and does not wait for others."""
-
-    @property
     def has_processes(self) -> bool:
         """Return whether envs are in other processes, or on other hosts."""
+        return False
 
     @property
     def env_hosts(self) -> EnvHostsHere | None:
         """Return how many env hosts are connected, and how many all lanes need; None for envs elsewhere."""
+        return None
 
     @property
     def seeds_every_episode(self) -> bool:
         """Return whether each episode begins with its own seed, so that it can be repeated."""
+        return True
 
     @property
     def steps_to_reset(self) -> bool:
         """Return whether a lane may need a poll without a step to begin its next episode, while other lanes step."""
+        return False
 
     def build(self, config: EnvRunnerConfig) -> None:
         """Build all envs, after closing earlier ones. Raises if an env cannot be built."""
@@ -88,12 +95,14 @@ class LaneDriver(Protocol):
 
     def take_started(self) -> list[int]:
         """Return the lanes that began an episode since the last call."""
+        return self._table.take_started()
 
     def end_episodes(self, lanes: Sequence[int]) -> None:
         """Forget the episodes of `lanes`: they are over, or abandoned."""
 
     def fail(self, failure: Failure) -> None:
         """Take the lane out. `try_restart` handles the failure."""
+        self._table.failed.append(failure)
 
     def try_restart(self) -> None:
         """Close and rebuild the failed envs, now or after their wait.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -15,7 +15,7 @@ from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root, to_env_form
-from headrace.workers.envs.backend import NextSeeds, Replies
+from headrace.workers.envs.backend import EnvBackend, NextSeeds, Replies
 from headrace.workers.envs.checks import own_info, take_reset_apart
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator, naming_what_failed
@@ -27,6 +27,9 @@ from headrace.workers.envs.ownership import free
 from headrace.workers.envs.rendering import render_at
 from headrace.workers.envs.sequential_step import Outcome, step_all
 from headrace.workers.envs.spaces import spaces_of
+
+if TYPE_CHECKING:
+    from headrace.workers.envs.user_vector import UserVectorEnvs
 
 
 @dataclass(slots=True, eq=False)
@@ -111,46 +114,20 @@ class BuiltEnvs:
         close_envs([slot.release() for slot in self.slots])
 
 
-class EnvSource(Protocol):
-    """The source of the envs of `InlineEnvs`."""
+class InlineEnvs(EnvBackend):
+    """Envs that are objects of this process: those of a user's `vector`, or one from each call of the creator.
 
-    def make_env(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
-        """Return one env, as `EnvKind` does."""
-
-    @property
-    def before_step(self) -> Callable[[Sequence[EnvSlot], Sequence[Any]], None] | None:
-        """The function to call before a step, with the slots and one action for each lane; None: no function."""
-
-    def close(self) -> None:
-        """Close the resources that the envs share, within 5 s."""
-
-
-class CreatedEnvs:
-    """Gymnasium envs, one from each call of the creator."""
-
-    before_step = None
-
-    def make_env(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
-        """Return one env, as `EnvKind` does."""
-        return build_env(creator, context)
-
-    def close(self) -> None:
-        """Do nothing: the envs share nothing."""
-
-
-class InlineEnvs:
-    """An `InlineBackend` of envs that are objects of this process. `observations` has each env's newest one."""
+    `first`, if given, is env 0, which was built to find out its kind. `step_wait` has the replies to all calls but
+    steps.
+    """
 
     replies_at_once = True
-    env_hosts = None
     resets_ahead = False
-    renders = True
 
-    def __init__(self, table: LaneTable, source: EnvSource, first: Any = None) -> None:
+    def __init__(self, table: LaneTable, vector: UserVectorEnvs | None = None, first: Any = None) -> None:
         self.width = len(table.lanes)
         self._table, self._calls = table, table.totals.calls
-        self._source = source
-        self._before_step = source.before_step
+        self._vector = vector
         self._tell = own_info if table.config.infos == "all" else None
         self._asked: Sequence[EnvSlot] = ()
         """Slots that are to step."""
@@ -162,14 +139,15 @@ class InlineEnvs:
         try:
             self._envs = BuiltEnvs(table, self, first)
         except BaseException:
-            source.close()
+            if vector is not None:
+                vector.close()
             raise
 
     # -- as an `EnvKind` ----------------------------------------------------------------------------------------------
 
     def make_env(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
-        """Return one env of the source."""
-        return self._source.make_env(creator, context)
+        """Return one env, as `EnvKind` does."""
+        return build_env(creator, context) if self._vector is None else self._vector.make_env(creator, context)
 
     def learn_spaces(self, first: gym.Env[Any, Any]) -> None:
         """Use the spaces of env 0 for all envs."""
@@ -177,6 +155,7 @@ class InlineEnvs:
         self.gym_spaces = first.observation_space, first.action_space
         check_bounds = not self._table.config.disable_env_checking
         self._seen = Observations(self.spaces.observation, self.width, check_bounds=check_bounds)
+        self.observations = self._seen.columns
 
     def check_spaces(self, env: gym.Env[Any, Any], index: int) -> None:
         """Raise `EnvContractError` unless env `index` has the spaces of env 0."""
@@ -184,15 +163,9 @@ class InlineEnvs:
         if spaces != self.spaces:
             raise EnvContractError(f"spaces of env {index}", repr(spaces), f"those of env 0, {self.spaces!r}")
 
-    # -- as an `InlineBackend` ----------------------------------------------------------------------------------------
-
-    @property
-    def observations(self) -> dict[str, NDArray[Any]]:
-        """The newest observation of each lane: "obs/..." -> (width, *shape)."""
-        return self._seen.columns
+    # -- as an `EnvBackend` -------------------------------------------------------------------------------------------
 
     def env_at(self, lane: int) -> Any:
-        """Return the lane's env, or None if it has none."""
         return self._envs.slots[lane].env
 
     def step_async(
@@ -209,9 +182,9 @@ class InlineEnvs:
     def step(self) -> Outcome:
         """Step the envs that have actions. Takes as long as they do."""
         asked, self._asked = self._asked, ()
-        if self._before_step is not None:
+        if self._vector is not None:
             with self._calls.of(UserCall.STEP, -self.width):
-                self._before_step(asked, self._actions)
+                self._vector.before_step(asked, self._actions)
         return step_all(asked, self._actions, self._seen, self.width, self._tell, self._calls)
 
     def step_wait(self, timeout_s: float = 0.0, batch_wait_s: float = 0.0) -> Replies:
@@ -220,10 +193,6 @@ class InlineEnvs:
         if self._reset:
             self._show_first(replies)
         return replies
-
-    def keeps_env(self, lane: int) -> bool:
-        """Return True: only `rebuild` builds another env."""
-        return True
 
     def reset(self, lane: int, seed: int | None) -> None:
         """Reset the lane's env now."""
@@ -251,9 +220,6 @@ class InlineEnvs:
             else:
                 replies.began.append((lane, info))
 
-    def begin(self, lanes: Sequence[int]) -> None:
-        """Do nothing: the first observations are shown already."""
-
     def rebuild(self, lane: int) -> None:
         """Build the lane's env again now."""
         try:
@@ -268,36 +234,14 @@ class InlineEnvs:
         """Close the lane's env, within 5 s."""
         self._envs.close_env(lane)
 
-    def leave_host(self, lane: int, failing: Set[int], why: str) -> bool:
-        """Return False: there is no other host."""
-        return False
-
     def render(self, lane: int) -> None:
-        """Have the lane's env show itself now."""
         with self._calls.of(UserCall.RENDER, lane):
             self._told.pictures.append((lane, render_at(self.env_at(lane), lane)))
 
     def close(self) -> None:
-        """Close all envs, within one time limit for all of them."""
         self._envs.close()
-        self._source.close()
-
-
-class InlinePlacement:
-    """Envs in this process. `first`, if given, is env 0, which was built to find out its kind."""
-
-    def __init__(self, source: EnvSource | None = None, first: Any = None) -> None:
-        self._source = source or CreatedEnvs()
-        self._first = first
-
-    def check(self, config: EnvRunnerConfig) -> None:
-        """Raise `ConfigError` for a config of other envs, and what `find_creator` raises."""
-        check_inline(config)
-
-    def open(self, table: LaneTable) -> InlineEnvs:
-        """Build the envs that the table's config asks for."""
-        first, self._first = self._first, None
-        return InlineEnvs(table, self._source, first)
+        if self._vector is not None:
+            self._vector.close()
 
 
 def check_inline(config: EnvRunnerConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -71,7 +71,6 @@ class Lane:
     seeds: EnvSeeds
     budget: RestartBudget
     env: gym.Env[Any, Any] | None = None
-    step: Callable[[Any], Any] | None = None
     episode: Episode | None = None
     episodes_begun: int = 0
     failures: int = 0
@@ -82,13 +81,9 @@ class Lane:
         """Return whether the lane has waited long enough to be rebuilt; `now` is in monotonic seconds."""
         return self.due_at is not None and self.due_at <= now
 
-    def adopt(self, env: gym.Env[Any, Any]) -> None:
-        """Take a newly built env."""
-        self.env, self.step = env, env.step
-
     def release(self) -> gym.Env[Any, Any] | None:
         """Return the env, to be closed. The lane has no env and no episode afterwards."""
-        env, self.env, self.step, self.episode = self.env, None, None, None
+        env, self.env, self.episode = self.env, None, None
         return env
 
     def create_episode(self, seed: int | None, kind: type[AnyEpisode]) -> AnyEpisode:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvError
-from headrace.workers.envs.backend import EnvBackend, InlineBackend, PoolBackend, Replies
+from headrace.workers.envs.backend import EnvBackend, PoolBackend, Replies
 from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.inline import InlineEnvs
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
 from headrace.workers.envs.observations import Observations
@@ -122,7 +123,7 @@ class Steps(ABC):
 class InlineSteps(Steps):
     """All live lanes step together, in envs of this process, while `poll` is called."""
 
-    _backend: InlineBackend
+    _backend: InlineEnvs
 
     def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
         """Step all live lanes in the next poll."""

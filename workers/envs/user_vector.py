@@ -49,7 +49,7 @@ class SubEnv(gym.Env[Any, Any]):
 
 
 class UserVectorEnvs:
-    """The envs of one `VectorEnv`, as an `EnvSource`. An env that fails is restarted by `restart_at`."""
+    """The envs of one `VectorEnv`, for `InlineEnvs`. An env that fails is restarted by `restart_at`."""
 
     def __init__(self) -> None:
         self._vector: VectorEnv | None = None

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import CallbackError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvBackend, EnvHostsHere, Replies
-from headrace.workers.envs.driver import StartEpisodes
+from headrace.workers.envs.driver import EnvDriver, StartEpisodes
 from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.inline import InlineEnvs, check_inline
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
 from headrace.workers.envs.pace import Pace
@@ -24,84 +24,43 @@ from headrace.workers.envs.sequential_step import Outcome
 _STEPS: dict[Pace, type[LockSteps] | type[ReadySteps]] = {Pace.LOCK_STEP: LockSteps, Pace.READY: ReadySteps}
 
 
-class EnvPlacement(Protocol):
-    """The place where a vector's envs live. Opens a backend for each build of all envs."""
-
-    def check(self, config: EnvRunnerConfig) -> None:
-        """Raise the errors of `config` that are known before the current envs must be closed for it."""
-
-    def open(self, table: LaneTable) -> EnvBackend:
-        """Build the envs that the table's config asks for. Raises where an env cannot be built."""
+OpenBackend = Callable[[LaneTable], EnvBackend]
+"""Builds the envs that the table's config asks for. Raises where an env cannot be built."""
 
 
-class EnvFacade(Protocol):
-    """Presents the envs in another form, such as the one for several agents, and keeps data about them."""
-
-    def learn(self, backend: EnvBackend) -> None:
-        """Take over the spaces of newly built envs."""
-
-    def env_at(self, lane: int) -> Any:
-        """Return the object that callers get for the env in `lane`."""
-
-    def blank(self, lane: int) -> None:
-        """Clear the observation of the env in `lane`, because it is closed."""
-
-    def begin(self, started: Sequence[int]) -> list[int]:
-        """Take over the first observations of these lanes' episodes. Return the lanes in order."""
-
-
-class EnvVector:
-    """Lanes with an env each, in the backend of `placement`: an `EnvDriver` of that `pace`.
+class EnvVector(EnvDriver):
+    """Lanes with an env each, in the backend that `open_backend` opens for each build of all envs, of that `pace`.
 
     A backend may reset an env in the step that ends its episode, unless a callback must be called before the reset.
     While an env is rebuilt the other envs go on.
     """
 
-    seeds_every_episode = True
-    on_rebuild: Callable[[], None] | None = None
-    on_episode_created: Callable[[Lane, Episode], None] | None = None
-    on_failure: Callable[[Lane, Failure], None] | None = None
-    on_wait: Callable[[], None] | None = None
+    _episode_kind: type[Episode] = Episode
 
-    def __init__(
-        self,
-        table: LaneTable,
-        placement: EnvPlacement,
-        pace: Pace,
-        *,
-        episode_kind: type[Episode] = Episode,
-        facade: EnvFacade | None = None,
-    ) -> None:
+    def __init__(self, table: LaneTable, open_backend: OpenBackend, pace: Pace) -> None:
         self.pace = pace
         self.lanes = table.lanes
         self._table = table
-        self._placement = placement
-        self._episode_kind = episode_kind
-        self._facade = facade
+        self._open_backend = open_backend
         self._recovery = LaneRecovery(table, self._rebuild, self._take_down, self._leave_host)
         self._backend: EnvBackend | None = None
         self.build(table.config)
 
     def build(self, config: EnvRunnerConfig) -> None:
-        """Build all envs, after closing earlier ones. Raises if an env cannot be built."""
-        self._placement.check(config)
+        if isinstance(self._backend, InlineEnvs):
+            check_inline(config)  # before the current envs are closed for it
         self._table.config = config
         self.stop()
         self._resetting: dict[int, Episode] = {}
         """Lanes that the vector waits for, and the episodes for which they are reset."""
         self._aside = SetAside(self._table)
-        backend = self._backend = self._placement.open(self._table)
+        backend = self._backend = self._open_backend(self._table)
         try:
             kind = InlineSteps if backend.replies_at_once else _STEPS[self.pace]
             self._steps: Steps = kind(backend, self._table, self._recovery, self._aside)
             self._resets_ahead, self.replies_at_once = backend.resets_ahead, backend.replies_at_once
-            self.spaces: Spaces = backend.spaces
-            self.gym_spaces = backend.gym_spaces
-            self.observations = self._steps.observations()
             self.halves = self._steps.halves
-            """Lanes that act together when all of them that are live can; none: each lane acts when it can."""
-            if self._facade is not None:
-                self._facade.learn(backend)
+            self._learn(backend)
             for lane in self.lanes:
                 lane.seeds.renew()
                 lane.due_at, lane.env = None, self._env_at(lane.index)
@@ -114,9 +73,14 @@ class EnvVector:
             self.stop()
             raise
 
+    def _learn(self, backend: EnvBackend) -> None:
+        """Take over the spaces of newly built envs."""
+        self.spaces, self.gym_spaces = backend.spaces, backend.gym_spaces
+        self.observations = self._steps.observations()
+
     def _env_at(self, index: int) -> Any:
-        env = self._running.env_at(index)
-        return env if env is None or self._facade is None else self._facade.env_at(index)
+        """Return the object that callers get for the env of a lane; None if the lane has none yet."""
+        return self._running.env_at(index)
 
     @property
     def _running(self) -> EnvBackend:
@@ -125,32 +89,26 @@ class EnvVector:
 
     @property
     def steps_to_reset(self) -> bool:
-        """Return whether a lane may need a poll without a step to begin its next episode, while other lanes step."""
         return self.pace is Pace.READY
 
     @property
     def live(self) -> NDArray[np.intp] | None:
-        """Lanes with an episode, None when all have one."""
         return None if self._recovery.are_all_up else self._recovery.live
 
     @property
     def repairing(self) -> bool:
-        """Return whether some lane has no env that could be stepped."""
         return not self._recovery.are_all_up
 
     @property
     def has_processes(self) -> bool:
-        """Return whether envs are in other processes, or on other hosts."""
         return not self.replies_at_once
 
     @property
     def env_hosts(self) -> EnvHostsHere | None:
-        """Return how many env hosts are connected, and how many all lanes need; None for envs elsewhere."""
         return self._backend.env_hosts if self._backend is not None else None
 
     @property
     def under_way(self) -> set[int]:
-        """Live lanes whose action has no reply yet."""
         return self._steps.under_way
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -238,11 +196,6 @@ class EnvVector:
             self._running.begin([lane.index])
             self._steps.show(lane.index)
 
-    def take_started(self) -> list[int]:
-        """Return the lanes that began an episode since the last call. Raises as `EnvFacade.begin` does."""
-        started = self._table.take_started()
-        return started if self._facade is None else self._facade.begin(started)
-
     def end_episodes(self, lanes: Sequence[int]) -> None:
         """Forget the episodes of `lanes`: they are over, or abandoned. A step under way in them does not count."""
         self._steps.abandon(lanes)
@@ -250,16 +203,7 @@ class EnvVector:
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
-    def fail(self, failure: Failure) -> None:
-        """Take the lane out. `try_restart` handles the failure."""
-        self._table.failed.append(failure)
-
     def try_restart(self) -> None:
-        """Close and rebuild the failed envs, now or after their wait.
-
-        Raises `EnvRestartBudgetError` when an env has failed too often, and the env's own error when the config says
-        that failed envs are not rebuilt.
-        """
         self._recovery.try_restart(self.on_failure)
 
     def _take_down(self, lane: Lane) -> None:
@@ -267,8 +211,6 @@ class EnvVector:
         lane.release()
         self._running.close_env(lane.index)
         self.observations.blank(lane.index)
-        if self._facade is not None:
-            self._facade.blank(lane.index)
 
     def _rebuild(self, lane: Lane) -> None:
         if self.on_rebuild is not None:
@@ -284,10 +226,6 @@ class EnvVector:
         return self._running.leave_host(lane.index, failing, why)
 
     def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
-        """Rebuild the lanes whose wait is over. While no lane is up, sleep until the first is up.
-
-        Calls `start_episodes` with the function that rebuilds, and `on_wait` after every short sleep.
-        """
         wait_for_one(lambda: bool(self._recovery.up), self._revive, self._pause, start_episodes, on_wait)
 
     def _revive(self) -> None:
@@ -352,7 +290,6 @@ class EnvVector:
                 return dict(replies.pictures).get(index)
 
     def stop(self) -> None:
-        """Close all envs, within one time limit for all of them."""
         self._recovery.stop()
         if self._backend is not None:
             self._backend.close()

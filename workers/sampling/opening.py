@@ -15,13 +15,12 @@ from headrace.workers.annex_parts import part
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.driver import EnvDriver, own_driver
-from headrace.workers.envs.inline import CreatedEnvs, InlinePlacement
+from headrace.workers.envs.inline import InlineEnvs
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.pace import Pace
-from headrace.workers.envs.process.child import AGENTS_CHILD, SOLO_CHILD
-from headrace.workers.envs.process.placement import ProcessPlacement
+from headrace.workers.envs.process.pool import open_processes
 from headrace.workers.envs.user_vector import UserVectorEnvs
-from headrace.workers.envs.vector import EnvPlacement, EnvVector
+from headrace.workers.envs.vector import EnvVector, OpenBackend
 from headrace.workers.envs.vector_env import VectorEnv
 from headrace.workers.envs.vector_processes import limited_construction
 
@@ -36,7 +35,7 @@ def open_envs(table: LaneTable, on_wait: OnWait = None) -> EnvDriver:
     """
     config = table.config
     if config.env_placement != "inline":
-        return EnvVector(table, placement_of(config, on_wait), pace_of(config))
+        return EnvVector(table, backend_of(config, on_wait), pace_of(config))
     opened: EnvDriver
     if config.gym_env_vectorize_mode is not None:
         opened = part("open_native")(table)
@@ -50,22 +49,17 @@ def open_envs(table: LaneTable, on_wait: OnWait = None) -> EnvDriver:
     if isinstance(first, gym.vector.VectorEnv):
         opened = part("open_native")(table, first)
         return opened
-    source = UserVectorEnvs() if isinstance(first, VectorEnv) else CreatedEnvs()
-    return EnvVector(table, InlinePlacement(source, first), Pace.LOCK_STEP)
+    vector, built = UserVectorEnvs() if isinstance(first, VectorEnv) else None, [first]
+    return EnvVector(table, lambda own: InlineEnvs(own, vector, built.pop() if built else None), Pace.LOCK_STEP)
 
 
-def placement_of(config: EnvRunnerConfig, on_wait: OnWait) -> EnvPlacement:
-    """Return the placement of envs outside this process."""
-    several = config.is_multi_agent
-    match config.env_placement:
-        case "process":
-            return ProcessPlacement(AGENTS_CHILD if several else SOLO_CHILD)
-        case "remote":
-            kind_problem = partial(part("problem_of_kind"), several_agents=several)
-            opened: EnvPlacement = part("RemotePlacement")(kind_problem, on_wait)
-            return opened
-        case "inline":
-            raise ConfigError("has a source of envs of its own, see open_envs", key="env_placement")
+def backend_of(config: EnvRunnerConfig, on_wait: OnWait) -> OpenBackend:
+    """Return the function that opens the backend of envs outside this process."""
+    if config.env_placement == "process":
+        return open_processes
+    kind_problem = partial(part("problem_of_kind"), several_agents=config.is_multi_agent)
+    opened: OpenBackend = part("RemotePlacement")(kind_problem, on_wait).open
+    return opened
 
 
 def pace_of(config: EnvRunnerConfig) -> Pace:

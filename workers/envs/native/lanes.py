@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,9 +16,8 @@ from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import naming_what_failed
-from headrace.workers.envs.driver import StartEpisodes
+from headrace.workers.envs.driver import EnvDriver, StartEpisodes
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.native.creators import vector_creator
 from headrace.workers.envs.native.infos import infos_by_lane, without_rows
@@ -39,18 +37,11 @@ from headrace.workers.envs.vector_processes import (
 log = logging.getLogger(__name__)
 
 
-class NativeLanes(ABC):
+class NativeLanes(EnvDriver):
     """Lanes that share one `gymnasium.vector.VectorEnv`. If the vector fails, all lanes fail.
 
     `first` is a vector that was built to find out its kind.
     """
-
-    on_rebuild: Callable[[], None] | None = None
-    on_episode_created: Callable[[Lane, Episode], None] | None = None
-    on_failure: Callable[[Lane, Failure], None] | None = None
-    on_wait: Callable[[], None] | None = None
-    replies_at_once = True
-    env_hosts = None
 
     def __init__(self, table: LaneTable, first: Any = None) -> None:
         self.lanes = table.lanes
@@ -66,14 +57,9 @@ class NativeLanes(ABC):
         self._first = first
         self.build(table.config)
 
-    @abstractmethod
-    def try_reset(self, lanes: Sequence[int]) -> None:
-        """Begin an episode in each of `lanes`, now or with a later poll. Failures wait for `try_restart`."""
-
     # -- the vector ---------------------------------------------------------------------------------------------------
 
     def build(self, config: EnvRunnerConfig) -> None:
-        """Build the vector, after closing any earlier one. Raises if it cannot be built."""
         table = self._table
         table.config = config
         self._creator = vector_creator(config)
@@ -168,13 +154,7 @@ class NativeLanes(ABC):
 
     @property
     def live(self) -> NDArray[np.intp] | None:
-        """Lanes with an episode, None when all have one."""
         return np.flatnonzero(~self._idle) if self._idle.any() else None
-
-    @property
-    def under_way(self) -> set[int]:
-        """Live lanes whose action has no answer yet."""
-        return set()
 
     @property
     def has_processes(self) -> bool:
@@ -191,12 +171,7 @@ class NativeLanes(ABC):
         """Return whether a lane can be stepped."""
         return self._env is not None
 
-    def take_started(self) -> list[int]:
-        """Return the lanes that began an episode since the last call."""
-        return self._table.take_started()
-
     def end_episodes(self, lanes: Sequence[int]) -> None:
-        """Forget the episodes of `lanes`: they are over, or abandoned."""
         for index in lanes:
             self.lanes[index].episode = None
         self._idle[list(lanes)] = True
@@ -205,7 +180,7 @@ class NativeLanes(ABC):
 
     def fail(self, failure: Failure) -> None:
         """Take all lanes out: a failure of one lane fails the whole vector."""
-        self._table.failed.append(failure)
+        super().fail(failure)
         if self._broken is None:
             self._broken = failure.error
 

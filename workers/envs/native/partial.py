@@ -47,7 +47,7 @@ def open_native(table: LaneTable, first: Any = None) -> NativeLanes:
 
 
 class PartialNativeVector(NativeLanes):
-    """Native lanes with a pace of their own: an `EnvDriver`. Its seeds are those of the vector's construction.
+    """Native lanes with a pace of their own. Its seeds are those of the vector's construction.
 
     `poll` may block as long as the slowest env of a batch takes, without a call of `on_wait`.
     """
@@ -57,7 +57,6 @@ class PartialNativeVector(NativeLanes):
     seeds_every_episode = False
 
     def build(self, config: EnvRunnerConfig) -> None:
-        """Build the vector, after closing any earlier one. Raises if it cannot be built."""
         super().build(config)
         if not is_partial(self._env):
             self.stop()
@@ -82,12 +81,10 @@ class PartialNativeVector(NativeLanes):
 
     @property
     def under_way(self) -> set[int]:
-        """Live lanes whose action has no answer yet."""
         return self._awaited
 
     @property
     def repairing(self) -> bool:
-        """Return whether `wait_for_one` has work before the next poll."""
         return self._env is None or bool(self._arrived) or not self._is_up
 
     @property
@@ -222,7 +219,6 @@ class PartialNativeVector(NativeLanes):
         super()._revive()
 
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
-        """Return one env's picture, rgb uint8 (height, width, 3); None where it gives none."""
         return render_at(self.lanes[index].env, index)
 
     def _pause(self) -> None:

@@ -46,7 +46,7 @@ from headrace.workers.envs.sequential_step import Outcome, tell_each
 
 
 class NativeVector(NativeLanes):
-    """Native lanes that step together: an `EnvDriver`."""
+    """Native lanes that step together."""
 
     pace = Pace.LOCK_STEP
     _pending: VectorStep | None = None
@@ -54,12 +54,10 @@ class NativeVector(NativeLanes):
 
     @property
     def seeds_every_episode(self) -> bool:
-        """Return whether each episode begins with its own seed, so that it can be repeated."""
         return self._mode is AutoresetMode.DISABLED and self._seeding is Seeding.EACH
 
     @property
     def steps_to_reset(self) -> bool:
-        """Return whether a lane needs a poll without a step to begin its next episode."""
         return self._mode is AutoresetMode.NEXT_STEP
 
     def _take_down(self) -> None:

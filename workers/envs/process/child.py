@@ -1,6 +1,6 @@
-"""A process of envs of one agent: `python -m headrace.workers.envs.process.child DESCRIPTOR`.
+"""A process of envs: `python -m headrace.workers.envs.process.child DESCRIPTOR`.
 
-The descriptor is of a `ProcessJob` as JSON.
+The descriptor is of a `ProcessJob` as JSON. Envs of several agents are packed, so that a driver steps them like others.
 
 A driver starts it, with stdin empty and stdout and stderr drained. The process obeys the driver's orders, and ends on
 the order STOP or when its driver dies.
@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from headrace.workers.annex_parts import part
 from headrace.workers.envs.process.channel import ProcessEnd
 from headrace.workers.envs.process.control import Control
 from headrace.workers.envs.process.lifeline import tie_group
@@ -34,26 +35,21 @@ STACK_SIGNAL = signal.SIGRTMAX
 _RSS_EVERY_S = 0.05
 
 
-SOLO_CHILD = "headrace.workers.envs.process.child"
-"""The module that a process of envs of one agent runs."""
-AGENTS_CHILD = "headrace.workers.agents.env_process"
-"""The module that a process of envs of several agents runs."""
-
-
-def main(build_env: BuildEnv) -> NoReturn:
+def main() -> NoReturn:
     """Serve the job that the command line names until the driver stops it, then end the process."""
+    with os.fdopen(int(sys.argv[1]), "rb") as file:
+        job = ProcessJob.model_validate_json(file.read())
+    build_env = build_solo_env if job.several_agents is False else part("build_any_env")
     gc.freeze()
     gc.enable()
-    serve(int(sys.argv[1]), build_env)
+    serve(job, build_env)
     # Do not wait for threads that an env has left behind, or for one that hangs in close().
     sys.stdout.flush()
     os._exit(0)
 
 
-def serve(job_descriptor: int, build_env: BuildEnv) -> None:
+def serve(job: ProcessJob, build_env: BuildEnv) -> None:
     """Serve the job until the driver stops it."""
-    with open(job_descriptor, "rb") as file:
-        job = ProcessJob.model_validate_json(file.read())
     tie_group(job.lifeline, os.getpgid(0))
     for descriptor in job.descriptors:
         os.set_inheritable(descriptor, False)  # an env's own child processes must not inherit them
@@ -91,4 +87,4 @@ class _Memory:
 
 
 if __name__ == "__main__":
-    main(build_solo_env)
+    main()

@@ -30,6 +30,7 @@ from headrace.workers.envs.process.process_envs import ProcessJob
 from headrace.workers.envs.process.shared_arrays import new_memory
 from headrace.workers.envs.process.wakeup_latch import WakeupLatch
 
+_PROGRAM = "headrace.workers.envs.process.child"
 _STACK_S = 0.2
 """Seconds that a process has to write its stack before it is killed."""
 _LAST_OUTPUT_S = 0.2
@@ -65,7 +66,7 @@ class ProcessReply:
 
 
 class ProcessHandle:
-    """One process, which runs the module `child`, with the lanes from `first_lane` on.
+    """One process, with the lanes from `first_lane` on.
 
     Only `bury` blocks, for a moment.
 
@@ -79,7 +80,6 @@ class ProcessHandle:
         columns: int,
         drain: OutputDrain,
         latch: WakeupLatch,
-        child: str,
     ) -> None:
         self.first_lane, self.lanes = int(job["first_lane"]), int(job["lanes"])
         self.members: set[int] = set()
@@ -105,10 +105,10 @@ class ProcessHandle:
         self.control = Control(control, self.lanes, create=True)
         self.control.begin(-1, Phase.START)
         self.control.indices[:] = range(self.first_lane, self.first_lane + self.lanes)
-        self._start(job, control, columns, drain, latch, child)
+        self._start(job, control, columns, drain, latch)
 
     def _start(
-        self, job: Mapping[str, Any], control: int, columns: int, drain: OutputDrain, latch: WakeupLatch, child: str
+        self, job: Mapping[str, Any], control: int, columns: int, drain: OutputDrain, latch: WakeupLatch
     ) -> None:
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
             # `given` is closed here once the process has it, `kept` only if the process cannot be started.
@@ -134,7 +134,7 @@ class ProcessHandle:
             }
             os.pwrite(written, ProcessJob(**job, **inherited).model_dump_json().encode(), 0)
             # -P: before `sys.path` is set, no file in the current folder can be imported in place of one of ours.
-            command = [sys.executable, "-P", "-m", child, str(written)]
+            command = [sys.executable, "-P", "-m", _PROGRAM, str(written)]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

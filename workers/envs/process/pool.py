@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence, Set
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -13,16 +12,15 @@ from numpy.typing import NDArray
 
 from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
 from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError, EnvError, EnvRaisedError
 from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root, write_actions
-from headrace.workers.envs.backend import NextSeeds, Replies
+from headrace.workers.envs.backend import NextSeeds, PoolBackend, Replies
 from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.placeholder import EnvPlaceholder
-from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import ALSO_TRUNCATED, BEGAN, ENDS, NO_SEED, Command, Phase, order_seed
 from headrace.workers.envs.process.error_json import error_from_json
 from headrace.workers.envs.process.exits import failures_of
@@ -34,7 +32,15 @@ from headrace.workers.envs.process.shared_arrays import columns_layout, map_arra
 from headrace.workers.envs.rendering import picture_from_json
 
 
-class EnvProcessPool:
+def open_processes(table: LaneTable) -> EnvProcessPool:
+    """Start all processes and build all envs that the table's config asks for. Raises what `EnvProcessPool` does."""
+    with table.totals.calls.of(UserCall.PROCESSES, 0):
+        pool = EnvProcessPool(table.config, table.worker_index, table.making_seed)
+    table.totals.calls.elsewhere = pool.longest_call
+    return pool
+
+
+class EnvProcessPool(PoolBackend):
     """A `PoolBackend` of `config.num_envs` lanes in processes of `config.envs_per_process` envs each, for one thread.
 
     Only the constructor, `step_wait` and `close` take time. Columns are views of memory that the processes write, so
@@ -43,44 +49,27 @@ class EnvProcessPool:
     one; each lane moves there when its episode is over.
     """
 
-    replies_at_once = False
-    resets_ahead = True
-    renders = True
-    env_hosts = None
-    spaces: Spaces
-    observations: dict[str, NDArray[Any]]
-    """"obs/..." -> (num_envs, *shape): the newest observation of each lane."""
-    first: dict[str, NDArray[Any]]
-    """As `observations`, for the first observation of an episode that `begin` has not shown yet."""
-    actions: dict[str, NDArray[Any]]
-    """"actions/..." -> (num_envs, *shape): the next action of each lane; `step_async` writes it."""
-    rewards: NDArray[np.float64]
-    """(num_envs,): of the last step."""
-
     def __init__(
         self,
         config: EnvRunnerConfig,
         worker_index: int = 0,
         seed_for: SeedFor | None = None,
-        *,
-        child: str = SOLO_CHILD,
         **told: Any,
     ) -> None:
         """Start all processes and build all envs. `seed_for` returns the `context.seed` of their creators.
 
-        `child`: the module that each process runs. `told`: fields of its `ProcessJob` that the config does not have.
+        `told`: fields of the `ProcessJob` that the config does not have.
 
         Raises `ConfigError` for an env that has no name in another process, `UnknownEnvError`, `EnvContractError` where
         spaces differ, `EnvHangError`, `EnvCrashError`, and `EnvError` caused by any other error of an env.
         """
         self.width = config.num_envs
-        """Number of lanes."""
         self._config = config
         self._limits = limits_of(config)
         self._moving: dict[int, int] = {}
         """Lane -> seed of the reset that follows when the lane is built in its new process."""
         self._layout_of: int | None = None
-        self._processes = Processes({**job_of(config, worker_index), **told}, self._limits, child)
+        self._processes = Processes({**job_of(config, worker_index), **told}, self._limits)
         self._homes = LaneHomes(config, self._processes, seed_for)
         self._stopped = False
         try:
@@ -106,11 +95,6 @@ class EnvProcessPool:
     def pids(self) -> list[int]:
         """The ids of the processes that run now."""
         return [handle.pid for handle in self._processes]
-
-    @cached_property
-    def gym_spaces(self) -> tuple[Any, Any]:
-        """The observation and action space of each env."""
-        return to_gym(self.spaces.observation), to_gym(self.spaces.action)
 
     def longest_call(self) -> str:
         """Say which call of an env has been in progress longest; "" while none is."""
@@ -177,21 +161,8 @@ class EnvProcessPool:
         """Rebuild the lane's env, in a new process if need be. The reply is in `built`, or a failure."""
         self._build(lane, Command.REBUILD)
 
-    def close_env(self, lane: int) -> None:
-        """Do nothing: a failed lane lost its env when it failed, or loses it when `rebuild` builds another."""
-
-    def leave_host(self, lane: int, failing: Set[int], why: str) -> bool:
-        """Return False: there is no other host."""
-        return False
-
     def render(self, lane: int) -> None:
-        """Render the lane's env, which must be idle. The reply is in `pictures`."""
         self._homes.home(lane).ask(lane, Command.RENDER)
-
-    def begin(self, lanes: Sequence[int]) -> None:
-        """Show these lanes the first observation of their next episode."""
-        for name, column in self.observations.items():
-            column[lanes] = self.first[name][lanes]
 
     # -- replies ------------------------------------------------------------------------------------------------------
 
@@ -298,7 +269,7 @@ class EnvProcessPool:
             replies.built.append(lane)
 
     def _map(self, spaces: Spaces) -> None:
-        self.spaces = spaces
+        self.take_spaces(spaces)
         arrays = map_arrays(self._processes.memory, columns_layout(spaces, self.width), create=True)
         self.rewards = arrays.pop("rewards")
         self.observations = {name: column for name, column in arrays.items() if name.partition("/")[0] == "obs"}

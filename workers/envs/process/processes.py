@@ -25,13 +25,11 @@ logger = logging.getLogger(__name__)
 class Processes:
     """The processes of a pool.
 
-    `memory` will hold all lanes' columns. `child`: the module that each process runs. If they are dropped without
-    `stop`, they are killed.
+    `memory` will hold all lanes' columns. If they are dropped without `stop`, they are killed.
     """
 
-    def __init__(self, job: Mapping[str, Any], limits: Mapping[Phase, float], child: str) -> None:
+    def __init__(self, job: Mapping[str, Any], limits: Mapping[Phase, float]) -> None:
         self._job = job
-        self._child = child
         self._limits = limits
         self._handles: dict[int, ProcessHandle] = {}
         self._by_descriptor: dict[int, ProcessHandle] = {}
@@ -61,7 +59,7 @@ class Processes:
         """
         job = {**self._job, "first_lane": first_lane, "lanes": lanes}
         try:
-            handle = ProcessHandle(job, self._limits, self.memory, self._drain, self._latch, self._child)
+            handle = ProcessHandle(job, self._limits, self.memory, self._drain, self._latch)
         except OSError as error:
             raise EnvError(
                 f"no process could be started for envs {first_lane} to {first_lane + lanes - 1}: {error}; raise the "

@@ -7,7 +7,6 @@ from urllib.parse import urlsplit
 
 from headrace.schemas.basics.bounds import HIGHEST_PORT
 from headrace.schemas.errors import ConfigError
-from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.remote.pool import KindProblem, RemotePool
 from headrace.workers.envs.remote.router_port import RouterPort, env_port_keys
@@ -25,9 +24,6 @@ class RemotePlacement:
         self._kind_problem = kind_problem
         self._on_wait = on_wait
         self._port: int | None = None
-
-    def check(self, config: EnvRunnerConfig) -> None:
-        """Do nothing: opening the pool finds out."""
 
     def open(self, table: LaneTable) -> RemotePool:
         """Listen, and wait for the first host. Raises `ConfigError` for a port that is too high."""

@@ -6,24 +6,21 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import cached_property
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.basics.printable import one_line
-from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.spaces import Spaces, spaces_from_json
 from headrace.schemas.errors import DecodeError, EnvError, EnvHostLostError
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.schemas.messages import Fenced, Message, Reject, read
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
-from headrace.workers.envs.backend import EnvHostsHere, NextSeeds, Replies
+from headrace.workers.envs.backend import EnvHostsHere, NextSeeds, PoolBackend, Replies
 from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.process.control import Command, order_seed
 from headrace.workers.envs.process.job_settings import answer_limits
@@ -55,17 +52,14 @@ Raises `DecodeError` for spaces that no env can have.
 """
 
 
-class RemotePool:
+class RemotePool(PoolBackend):
     """A `PoolBackend` of `config.num_envs` lanes on the hosts that come to `router_port`, for one thread.
 
     A lane without a host is built as soon as a host with a free place comes. Hosts without lanes are spare. If a host
     is lost, its lanes fail with `EnvHostLostError`, once for each life of the host.
     """
 
-    replies_at_once = False
-    resets_ahead = True
     renders = False
-    spaces: Spaces
 
     def __init__(
         self,
@@ -117,26 +111,6 @@ class RemotePool:
         return self._columns
 
     @property
-    def observations(self) -> dict[str, NDArray[Any]]:
-        """The newest observation of each lane: "obs/..." -> (num_envs, *shape)."""
-        return self._arrays.observations
-
-    @property
-    def first(self) -> dict[str, NDArray[Any]]:
-        """As `observations`, for the first observation of an episode that `begin` has not shown yet."""
-        return self._arrays.first
-
-    @property
-    def actions(self) -> dict[str, NDArray[Any]]:
-        """The next action of each lane: "actions/..." -> (num_envs, *shape). `step_async` writes it."""
-        return self._arrays.actions
-
-    @property
-    def rewards(self) -> NDArray[np.float64]:
-        """(num_envs,): of the last step."""
-        return self._arrays.rewards
-
-    @property
     def endpoint(self) -> str:
         """The address at which env hosts connect."""
         return self._router_port.endpoint
@@ -152,11 +126,6 @@ class RemotePool:
         hosts = self._places.hosts.values()
         versions = sorted({host.headrace_version for host in hosts})
         return EnvHostsHere(len(hosts), self._places.hosts_wanted, versions, self._places.usage)
-
-    @cached_property
-    def gym_spaces(self) -> tuple[Any, Any]:
-        """The observation and action space of each env."""
-        return to_gym(self.spaces.observation), to_gym(self.spaces.action)
 
     def longest_call(self) -> str:
         """Say which order to an env has been without an answer longest; "" while none is."""
@@ -193,10 +162,6 @@ class RemotePool:
             self._places.ask(lane, Command.STEP, order_seed(seed))
         self._flush()
 
-    def keeps_env(self, lane: int) -> bool:
-        """Return True: as far as the worker knows, only `rebuild` builds another env."""
-        return True
-
     def reset(self, lane: int, seed: int | None) -> None:
         """Reset the lane's env, without a seed if that is None. The reply is in `began`, or a failure.
 
@@ -207,9 +172,6 @@ class RemotePool:
     def rebuild(self, lane: int) -> None:
         """Rebuild the lane's env, on a host with a free place. The reply is in `built`, or a failure."""
         self._places.restart(lane)
-
-    def close_env(self, lane: int) -> None:
-        """Do nothing: a failed lane lost its env when it failed, or loses it when `rebuild` builds another."""
 
     def leave_host(self, lane: int, failing: Set[int], why: str) -> bool:
         """Give the lane up for another host, as `EnvBackend` says. The host begins again, and rests."""
@@ -223,11 +185,6 @@ class RemotePool:
     def render(self, lane: int) -> None:
         """Raise NotImplementedError: pictures do not travel between hosts."""
         raise NotImplementedError
-
-    def begin(self, lanes: Sequence[int]) -> None:
-        """Show these lanes the first observation of their next episode."""
-        for name, column in self.observations.items():
-            column[lanes] = self.first[name][lanes]
 
     # -- replies ------------------------------------------------------------------------------------------------------
 
@@ -323,7 +280,10 @@ class RemotePool:
             for other in [other for other in self._places.hosts.values() if other.route == route]:
                 self._places.part(other, "has begun another life")
             if self._columns is None:
-                self.spaces, self._columns = spaces, RemoteColumns(spaces, self.width)
+                self.take_spaces(spaces)
+                self._columns = columns = RemoteColumns(spaces, self.width)
+                self.observations, self.first = columns.observations, columns.first
+                self.actions, self.rewards = columns.actions, columns.rewards
             host = self._places.hosts[hello.life] = EnvHostPeer(hello, route, time.monotonic())
             log.info("env host %s has connected", host.name)
             if (theirs := hello.headrace_version) != (own := headrace_version()):

@@ -16,7 +16,6 @@ from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, en
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import Command, reset_seed
 from headrace.workers.envs.process.error_json import error_to_json
 from headrace.workers.envs.process.pool import EnvProcessPool
@@ -28,16 +27,15 @@ _INFO_DEPTH = DEFAULT_LIMITS.header_depth - 3
 
 
 class PlacedPool(EnvProcessPool):
-    """A pool whose lanes are built on order, each as a given env of the worker. `child`: see `EnvProcessPool`."""
+    """A pool whose lanes are built on order, each as a given env of the worker."""
 
-    def __init__(self, config: EnvRunnerConfig, welcome: EnvHostWelcome, child: str) -> None:
+    def __init__(self, config: EnvRunnerConfig, welcome: EnvHostWelcome) -> None:
         self._seeds: dict[int, int] = {}
         self._indices: dict[int, int] = {}
         super().__init__(
             config,
             welcome.worker_index,
             lambda lane, _: self._seeds[lane],
-            child=child,
             num_workers=welcome.num_workers,
             num_envs=welcome.num_envs,
             several_agents=None,
@@ -99,12 +97,10 @@ class _Place:
 class HostedEnvs:
     """`config.num_envs` places. Only `stop` blocks. Call `poll` when `fileno` is readable, and now and then."""
 
-    def __init__(
-        self, config: EnvRunnerConfig, life: str, welcome: EnvHostWelcome, spaces: Spaces, child: str = SOLO_CHILD
-    ) -> None:
+    def __init__(self, config: EnvRunnerConfig, life: str, welcome: EnvHostWelcome, spaces: Spaces) -> None:
         self._life = life
         self._places = [_Place() for _ in range(config.num_envs)]
-        self._pool = PlacedPool(config, welcome, child)
+        self._pool = PlacedPool(config, welcome)
         layout = columns_layout(spaces, config.num_envs).items()
         self._actions = {name: np.zeros(shape, dtype) for name, (dtype, shape) in layout if name.startswith("actions")}
 

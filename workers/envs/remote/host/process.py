@@ -21,7 +21,6 @@ from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decod
 from headrace.schemas.messages import Fenced, Reject, read
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.remote.env_messages import EnvHeartbeat, EnvHostBye, EnvHostHello, EnvHostWelcome, EnvOrders
 from headrace.workers.envs.remote.host.hosted import HostedEnvs
@@ -42,7 +41,6 @@ def run_env_host(
     endpoint: str,
     keys: PeerKeys | None,
     on_turn: Callable[[], None] = lambda: None,
-    child: str = SOLO_CHILD,
     place: FleetPlace | None = None,
     on_answer: Callable[[], None] = lambda: None,
     elsewhere: Callable[[], str] = str,
@@ -50,8 +48,7 @@ def run_env_host(
     """Serve `config.num_envs` envs to the worker at `endpoint` until SIGTERM.
 
     `on_turn` is called at least ten times a second once the envs are available, but not while the host closes the envs
-    of a life. `on_answer` is called when envs have answered. `child` is the module that the env processes run; it
-    decides which kinds of env are possible.
+    of a life. `on_answer` is called when envs have answered.
 
     `place` says how the host finds a worker that has moved, and how long it waits for its first answer and for one that
     is gone. Without it the host waits for ever at `endpoint`. `elsewhere` returns the address of another worker that
@@ -62,16 +59,16 @@ def run_env_host(
     """
     with stop_event() as stopping:
         place = place or FleetPlace(endpoint, server="worker")
-        host = EnvHost(config, place, keys, learn_spaces(config, child), child, on_answer, elsewhere)
+        host = EnvHost(config, place, keys, learn_spaces(config), on_answer, elsewhere)
         try:
             host.serve(stopping, on_turn)
         finally:
             host.close()
 
 
-def learn_spaces(config: EnvRunnerConfig, child: str = SOLO_CHILD) -> Spaces:
+def learn_spaces(config: EnvRunnerConfig) -> Spaces:
     """Return the spaces of the envs. Builds and closes one env. Raises as `EnvProcessPool` does."""
-    with EnvProcessPool(config.model_copy(update={"num_envs": 1}), child=child, several_agents=None) as pool:
+    with EnvProcessPool(config.model_copy(update={"num_envs": 1}), several_agents=None) as pool:
         return pool.spaces
 
 
@@ -84,12 +81,10 @@ class EnvHost:
         place: FleetPlace,
         keys: PeerKeys | None,
         spaces: Spaces,
-        child: str,
         on_answer: Callable[[], None] = lambda: None,
         elsewhere: Callable[[], str] = str,
     ) -> None:
         self._config = config
-        self._child = child
         self._place = place
         self._keys = keys
         self._spaces = spaces
@@ -185,7 +180,7 @@ class EnvHost:
         match message.kind:
             case MessageKind.WELCOME if self._envs is None:
                 self._welcome = read(EnvHostWelcome, message.header)
-                self._envs = HostedEnvs(self._config, self._life, self._welcome, self._spaces, self._child)
+                self._envs = HostedEnvs(self._config, self._life, self._welcome, self._spaces)
                 self._link.watch(self._envs)
                 log.info(
                     "lending %d envs to worker %d at %s",
