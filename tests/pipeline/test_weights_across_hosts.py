@@ -1,4 +1,4 @@
-"""Large weights on hosts without the broker: one copy goes to each, is checked as it comes, and is found at once."""
+"""Large weights on hosts without the broker: one copy goes to each, is checked, and is found at once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from headrace.schemas.frames.wire import Buffer, MessageKind, decode, encode
 from headrace.schemas.messages import WeightsHeader, read, shared_weights
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import encode_weights, weights_digest
-from headrace.workers.fleet import arriving_weights
-from headrace.workers.fleet.arriving_weights import ArrivingWeights, OwnMemory
-from headrace.workers.fleet.weights import PULL_RETRY_S, SEEK_S, WeightsReceiver
+from headrace.workers.fleet.weights import PULL_RETRY_S, SEEK_S, ArrivingWeights, OwnMemory, WeightsReceiver
 from support.fleets.machines import Machines
 from support.fleets.two_machines import NoNamespacesError
 from support.pipeline.delivery import FLEET, Feeder, StartBroker, StartFeeder
@@ -192,45 +190,13 @@ def test_a_version_with_a_changed_byte_is_refused(place: float) -> None:
         arriving.message()
 
 
-def test_another_message_than_weights_is_refused_at_its_header() -> None:
+def test_another_message_than_weights_is_refused() -> None:
     frames = encode(MessageKind.BATCH, {}, {"w": np.zeros(LARGE)})
     sizes = [len(frame) for frame in frames]
     arriving = ArrivingWeights((1, 1), sizes, OwnMemory(sizes))
+    arriving.add(b"".join(frames))
     with pytest.raises(DecodeError, match="BATCH was pulled"):
-        arriving.add(b"".join(frames[:2]))
-
-
-def test_the_last_piece_leaves_one_piece_to_hash_and_none_to_copy(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Counts of bytes: before, the whole version was hashed twice and written once after its last piece."""
-    counts = {"hashed": 0, "written": 0}
-    follow, write = arriving_weights._RunningHash.follow, os.pwrite
-
-    def counted(running: Any, have: int) -> None:
-        update = running._update
-        running._update = lambda part: (counts.update(hashed=counts["hashed"] + len(part)), update(part))
-        follow(running, have)
-        running._update = update
-
-    def written(descriptor: int, part: Buffer, start: int) -> int:
-        counts["written"] += len(part)
-        return write(descriptor, part, start)
-
-    monkeypatch.setattr(arriving_weights._RunningHash, "follow", counted)
-    monkeypatch.setattr(os, "pwrite", written)
-    relay, receiver = held((1, 1), 1.0), WeightsReceiver(FLEET, SharedWeights(FLEET))
-    receiver.receive(decode(relay.broadcast), 0.0)
-    nbytes = sum(map(len, relay.frames))
-    pieces = -(-nbytes // (1 << 20))
-    pull(receiver, relay, pieces - 1)
-    assert receiver.newest == (0, 0)
-    before = dict(counts)
-    pull(receiver, relay, now=PULL_RETRY_S)
-    assert receiver.newest == (1, 1)
-    assert counts["hashed"] - before["hashed"] < 3 << 20, "the digest and the checksum of one piece"
-    assert counts["written"] - before["written"] <= 1 << 20
-    assert counts["written"] < 1.01 * nbytes
+        arriving.message()
 
 
 def test_a_file_without_room_is_given_up_and_the_version_pulled_to_own_memory(

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_right
+from itertools import accumulate
 
 import numpy as np
 
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.frames.wire import DEFAULT_LIMITS, MessageKind, WireMessage
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireMessage, decode, frames_of
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, WeightsVersion, read_weights
+from headrace.schemas.messages.weights_file import NewFile
 from headrace.schemas.messages.weights_messages import PIECE_BYTES
-from headrace.workers.fleet.arriving_weights import ArrivingWeights, OwnMemory
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,49 @@ SEEK_S = 0.005
 """Seconds between two looks for a version that another worker of this machine pulls."""
 BROADCAST_S = 0.2
 """Seconds to wait for the broadcast of a version that the broker announced, before the worker pulls it."""
+
+
+class OwnMemory:
+    """Memory of this process for the frames of a version. It is taken as pieces come, not at once."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.frames = frames_of(np.empty(sum(sizes), np.uint8).data, sizes)
+
+    def put(self, frame: int, offset: int, part: Buffer) -> None:
+        """Write bytes of one frame."""
+        memoryview(self.frames[frame])[offset : offset + len(part)] = part
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class ArrivingWeights:
+    """The frames of one version's WEIGHTS message, of which the first `have` bytes have come.
+
+    `room` takes the frames: a file that other processes will map, or memory of this process.
+    """
+
+    def __init__(self, version: Version, sizes: list[int], room: OwnMemory | NewFile) -> None:
+        self.version, self.sizes, self.size = version, sizes, sum(sizes)
+        self.have = 0
+        self.room = room
+        self._starts = list(accumulate(sizes, initial=0))
+
+    def add(self, piece: Buffer) -> None:
+        """Take the bytes that follow. Raises `OSError` without room."""
+        left = memoryview(piece)
+        while left:
+            frame = bisect_right(self._starts, self.have) - 1
+            part = left[: self._starts[frame + 1] - self.have]
+            self.room.put(frame, self.have - self._starts[frame], part)
+            self.have, left = self.have + len(part), left[len(part) :]
+
+    def message(self) -> tuple[WeightsHeader, Arrays]:
+        """Return header and arrays of the whole message, as `read_weights` does. Raises `DecodeError`."""
+        message = decode(self.room.frames)
+        if message.kind is not MessageKind.WEIGHTS:
+            raise DecodeError("unexpected_kind", f"{message.kind.name} was pulled for weights")
+        return read_weights(message)
 
 
 class WeightsReceiver:
@@ -212,7 +257,7 @@ class WeightsReceiver:
     def _stop(self) -> None:
         """Forget the version that is pulled, which other workers cannot find."""
         if self._arriving is not None:
-            self._arriving.close()
+            self._arriving.room.close()
         self._arriving, self._asked = None, 0
         if self._shared is not None:
             self._shared.give_up()
