@@ -68,7 +68,6 @@ NAMES_BECOME_CODE = {
     "workers/connectors/connector.py": CONFIG,
     "workers/connectors/pipeline.py": CONFIG,
     "workers/envs/driver.py": "the driver that the class of a user's env names",
-    "workers/fleet/client_port.py": "its own name of the policy server",
     "workers/envs/inline.py": CONFIG,
     "workers/envs/native/creators.py": CONFIG,
     "workers/envs/process/process_envs.py": "the job that the worker gives the process it has started",

@@ -13,6 +13,7 @@ _PARTS: Mapping[str, str] = {
     "build_any_env": "headrace.workers.agents.packed_env",
     "open_native": "headrace.workers.envs.native.partial",
     "problem_of_kind": "headrace.workers.agents.packing",
+    "served_config": "headrace.workers.serving.served_env",
 }
 """Functions and classes, and their modules."""
 

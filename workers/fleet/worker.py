@@ -31,13 +31,8 @@ from headrace.schemas.messages.weights import WeightsVersion
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig
-from headrace.workers.fleet.client_port import (
-    ChunksOfClients,
-    ClientPort,
-    ClientsChannel,
-    client_port,
-    config_of_runner,
-)
+from headrace.workers.annex_parts import part
+from headrace.workers.config import EnvRunnerConfig, runner_config
 from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
@@ -150,9 +145,18 @@ def build_runner(
             calls=calls or CallMark(membership.recorder.call),
         )
     runner.call_before_rebuilds(membership.expect_silence)
-    if (served := client_port(config, runner.config)) is not None:
+    if config.serving.enabled:
+        served: Any = runner.config.env
         membership.session.ports = Ports(**advertised(served.ports(), host))
     return runner
+
+
+def config_of_runner(config: FleetConfig) -> EnvRunnerConfig:
+    """Return the runner's settings in a fleet's, with a policy server as its env where the fleet serves clients."""
+    if not config.serving.enabled:
+        return runner_config(config)
+    served: EnvRunnerConfig = part("served_config")(config)
+    return served
 
 
 def host_of_ports(config: FleetConfig) -> str:
@@ -189,9 +193,10 @@ class Worker:
             runner.take_finished_episodes,
             membership.compresses,
         )
-        self._served: ClientPort | None = client_port(config, runner.config)
-        self._acting_channel: ClientsChannel | None = None
-        """The channel to clients that act by themselves, if they are allowed."""
+        self._served: Any = runner.config.env if config.serving.enabled else None
+        """The `ServedEnvs` of a worker that serves clients. `workers/serving/` is an annex, found by name."""
+        self._acting_channel: Any = None
+        """Its `ActingChannel` to clients that act by themselves, if they are allowed."""
         self._batches_a_cut = len(runner.module_spaces)
         self._waited_s: dict[str, float] = {}
         """Seconds that this worker waited, by reason, up to the wait that goes on."""
@@ -423,7 +428,7 @@ class Worker:
         # Reports that clients wait; otherwise a learner would wait for more steps than the window ever holds.
         self._block("" if has_room or not self._acting_channel.has_waiting else "window")
 
-    def _take_over(self, delivery: ChunksOfClients) -> None:
+    def _take_over(self, delivery: Any) -> None:
         self.runner.take_over(delivery.taken)
         if delivery.taken.batch is not None:
             with self._budget.spent_on(SERIALISE):
