@@ -32,7 +32,7 @@ from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.policy.module_protocol import build_module
 from headrace.workers.randomness.seeds import SeedTree, episode_id_high
 from headrace.workers.runner.client_chunks import ClientChunks, take_over
-from headrace.workers.runner.policy_names import PolicyNames
+from headrace.workers.runner.policy_names import ModuleIdNames
 from headrace.workers.runner.state import RunnerState, Version
 from headrace.workers.runner.state_components import Selection, Wanted
 from headrace.workers.sampling.action_mode import ActionMode
@@ -59,7 +59,7 @@ class EnvRunner(ABC, Generic[Batch]):
     in `calls`. Unknown keyword arguments are accepted.
     """
 
-    _names: PolicyNames[Any]
+    _names: ModuleIdNames
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
@@ -21,43 +21,84 @@ Parts = dict[str, tuple[State | None, dict[str, State]]]
 """Module id -> its weights (None: they stay as they are) and its connector state by pipeline."""
 ByModule = dict[str, dict[str, State]]
 """Module id -> {"env_to_module": arrays by name, "module_to_env": arrays by name}."""
-Batch = TypeVar("Batch")
 
 
-class PolicyNames(Protocol[Batch]):
-    """Arguments and results of a runner's methods, in the runner's own names."""
+class ModuleIdNames:
+    """Arguments and results of a runner's methods, in the names of a runner with several modules.
+
+    All are by module id, pipelines as {"p0/0.MeanStd/obs/count": array}.
+    """
 
     def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:
         """Return the parts of the argument of `set_weights`. Raises `ModuleError` for an unknown module."""
+        parts: Parts = {}
+        for module_id, own in weights_by_module(state, list(policies)).items():
+            weights, connectors = split_states(own)
+            parts[module_id] = (weights if weights or not connectors else None), connectors
+        return parts
 
     def join(self, policies: Policies, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
         """Return both parts of a state as `set_weights` takes them. Raises `StateError`."""
+        if flat := [name for name, own in weights.items() if not isinstance(own, Mapping)]:
+            raise StateError(f"rl_module should have weights by module id, {sorted(policies)}, got {flat[0]!r:.80}")
+        states = _by_module(connectors)
+        return {
+            module_id: {**weights.get(module_id, {}), **join_states(states.get(module_id, {}))}
+            for module_id in {**weights, **states}
+        }
 
     def read_weights(self, policies: Policies) -> dict[str, Any] | None:
         """Return copies of all weights; None if there is no module."""
+        weights = {module_id: policy.read_weights() for module_id, policy in policies.items()}
+        return {module_id: own for module_id, own in weights.items() if own is not None} or None
 
     def select(self, selection: Selection, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Return the wanted parts of the result of `read_weights`."""
+        return selection.part(RL_MODULE, weights)
 
     def read_connectors(self, policies: Policies) -> dict[str, State]:
         """Return the connectors' state by pipeline."""
+        if not policies:
+            return {}
+        states = {module_id: policy.connectors.get_state() for module_id, policy in policies.items()}
+        return {
+            key: {f"{module_id}/{name}": array for module_id, own in states.items() for name, array in own[key].items()}
+            for key in PIPELINES
+        }
 
     def connectors_by_module(self, policies: Policies, states: Mapping[str, State]) -> ByModule:
         """Return the result of `read_connectors`, or a part of it, by module id. Raises `ConnectorError`."""
+        by_module = _by_module(states)
+        for module_id in by_module:
+            if module_id not in policies:
+                raise ConnectorError(
+                    f"of {module_id!r}", f"there is no such module; the modules are {sorted(policies)!r:.200}"
+                )
+        return by_module
 
     def take_update(self, policies: Policies) -> dict[str, Any]:
         """Return what connectors have learnt since the last call."""
+        return {module_id: policy.connectors.take_update() for module_id, policy in policies.items()}
 
     def merge(
         self, policies: Policies, state: Mapping[str, Any], updates: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
         """Return `state`, the previous result or {}, merged with the `updates` of all runners."""
+        merged = {}
+        for module_id, policy in policies.items():
+            _, before = split_states(state.get(module_id, {}))
+            own = [update.get(module_id, {}) for update in updates]
+            merged[module_id] = join_states(policy.connectors.merge(before, own))
+        return merged
 
-    def attach_update(self, policies: Policies, batch: Batch) -> Batch:
+    def attach_update(self, policies: Policies, batch: Any) -> Any:
         """Return `batch` with the connectors' updates. The connectors keep their updates if the batch has no chunks."""
+        attached = {i: policies[i].connectors.attach_update(own) for i, own in batch.batches.items()}
+        learnt = any(attached[i] is not own for i, own in batch.batches.items())
+        return ModuleBatches(attached) if learnt else batch
 
 
-class OneModuleNames:
+class OneModuleNames(ModuleIdNames):
     """Names of a runner with one module: weights by parameter, connector state by pipeline."""
 
     def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:
@@ -72,7 +113,7 @@ class OneModuleNames:
         return {**weights, **join_states(connectors)}
 
     def read_weights(self, policies: Policies) -> dict[str, Any] | None:
-        return policies[DEFAULT_MODULE_ID].read_weights() if policies else None
+        return (super().read_weights(policies) or {}).get(DEFAULT_MODULE_ID)
 
     def select(self, selection: Selection, weights: Mapping[str, Any]) -> dict[str, Any]:
         named: dict[str, Any] = selection.part(RL_MODULE, {DEFAULT_MODULE_ID: weights})
@@ -84,8 +125,9 @@ class OneModuleNames:
     def connectors_by_module(self, policies: Policies, states: Mapping[str, State]) -> ByModule:
         return {DEFAULT_MODULE_ID: dict(states)}
 
-    def take_update(self, policies: Policies) -> dict[str, State]:
-        return policies[DEFAULT_MODULE_ID].connectors.take_update()
+    def take_update(self, policies: Policies) -> dict[str, Any]:
+        own: dict[str, Any] = super().take_update(policies)[DEFAULT_MODULE_ID]
+        return own
 
     def merge(
         self, policies: Policies, state: Mapping[str, Any], updates: Sequence[Mapping[str, Any]]
@@ -93,71 +135,8 @@ class OneModuleNames:
         _, before = split_states(state)
         return join_states(policies[DEFAULT_MODULE_ID].connectors.merge(before, updates))
 
-    def attach_update(self, policies: Policies, batch: ChunkBatch) -> ChunkBatch:
+    def attach_update(self, policies: Policies, batch: Any) -> ChunkBatch:
         return policies[DEFAULT_MODULE_ID].connectors.attach_update(batch)
-
-
-class ModuleIdNames:
-    """Names of a runner with several modules: all by module id, pipelines as {"p0/0.MeanStd/obs/count": array}."""
-
-    def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:
-        parts: Parts = {}
-        for module_id, own in weights_by_module(state, list(policies)).items():
-            weights, connectors = split_states(own)
-            parts[module_id] = (weights if weights or not connectors else None), connectors
-        return parts
-
-    def join(self, policies: Policies, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
-        if flat := [name for name, own in weights.items() if not isinstance(own, Mapping)]:
-            raise StateError(f"rl_module should have weights by module id, {sorted(policies)}, got {flat[0]!r:.80}")
-        states = _by_module(connectors)
-        return {
-            module_id: {**weights.get(module_id, {}), **join_states(states.get(module_id, {}))}
-            for module_id in {**weights, **states}
-        }
-
-    def read_weights(self, policies: Policies) -> dict[str, Any] | None:
-        weights = {module_id: policy.read_weights() for module_id, policy in policies.items()}
-        return {module_id: own for module_id, own in weights.items() if own is not None} or None
-
-    def select(self, selection: Selection, weights: Mapping[str, Any]) -> dict[str, Any]:
-        return selection.part(RL_MODULE, weights)
-
-    def read_connectors(self, policies: Policies) -> dict[str, State]:
-        if not policies:
-            return {}
-        states = {module_id: policy.connectors.get_state() for module_id, policy in policies.items()}
-        return {
-            key: {f"{module_id}/{name}": array for module_id, own in states.items() for name, array in own[key].items()}
-            for key in PIPELINES
-        }
-
-    def connectors_by_module(self, policies: Policies, states: Mapping[str, State]) -> ByModule:
-        by_module = _by_module(states)
-        for module_id in by_module:
-            if module_id not in policies:
-                raise ConnectorError(
-                    f"of {module_id!r}", f"there is no such module; the modules are {sorted(policies)!r:.200}"
-                )
-        return by_module
-
-    def take_update(self, policies: Policies) -> ByModule:
-        return {module_id: policy.connectors.take_update() for module_id, policy in policies.items()}
-
-    def merge(
-        self, policies: Policies, state: Mapping[str, Any], updates: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        merged = {}
-        for module_id, policy in policies.items():
-            _, before = split_states(state.get(module_id, {}))
-            own = [update.get(module_id, {}) for update in updates]
-            merged[module_id] = join_states(policy.connectors.merge(before, own))
-        return merged
-
-    def attach_update(self, policies: Policies, batch: ModuleBatches) -> ModuleBatches:
-        attached = {i: policies[i].connectors.attach_update(own) for i, own in batch.batches.items()}
-        learnt = any(attached[i] is not own for i, own in batch.batches.items())
-        return ModuleBatches(attached) if learnt else batch
 
 
 def _by_module(states: Mapping[str, State]) -> ByModule:

@@ -17,7 +17,7 @@ from headrace.workers.connectors.vector_connectors import PIPELINES
 from headrace.workers.metrics.runner_metrics import RunnerMetrics
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting_module import ActingModule
-from headrace.workers.runner.policy_names import Parts, PolicyNames
+from headrace.workers.runner.policy_names import ModuleIdNames, Parts
 from headrace.workers.runner.state_components import RANDOM_STREAMS, RL_MODULE, Selection
 from headrace.workers.sampling.sampler import Sampler
 
@@ -66,7 +66,7 @@ class RunnerState:
 
     def __init__(
         self,
-        names: PolicyNames[Any],
+        names: ModuleIdNames,
         read_sampler: Callable[[], Sampler[Any, Any] | None],
         worker_index: int,
         metrics: RunnerMetrics,
