@@ -274,7 +274,7 @@ def test_a_module_must_give_the_outputs_that_the_learner_needs() -> None:
     ("fault", "said"),
     [
         ("reset", "at its first reset: RuntimeError: the scene is missing; correct the env"),
-        ("seed", "at its first reset: ValueError: Seed must .*set max_env_seed = 4294967295; correct the env"),
+        ("seed", "at its first reset: ValueError: Seed must .*set max_env_seed = 2147483647; correct the env"),
         ("step", "at its first step: RuntimeError: no such joint; correct the env"),
         ("dtype", r"at its first step: observation should be float32 \(3,\), got float64 \(3,\)"),
         ("answer", "at its first step: answer of step should be .*, got 4 values"),

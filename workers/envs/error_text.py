@@ -11,11 +11,7 @@ _OF_SEED = re.compile(
     re.I,
 )
 """Words with which libraries refuse a seed of more bits than they take."""
-_LIMIT = re.compile(
-    r"2\*\*(?P<power>\d{1,2})\b|for (?P<u>u?)int(?P<bits>\d{1,2})\b|<= ?(?P<most>\d{1,19})\b(?!\*)"
-    r"|(?:range\(0, |< ?)(?P<below>\d{1,19})\b(?!\*)"
-)
-"""Forms in which they name the largest seed."""
+_C_INT = 2**31 - 1
 
 
 def brief(value: Any, longest: int = 80) -> str:
@@ -36,22 +32,9 @@ def message_of(error: BaseException) -> str:
 
 def seed_hint(message: str, max_env_seed: int) -> str:
     """Return the setting for smaller seeds if the error's message may be of a seed that is too large; else ""."""
-    limit = _largest_seed(message)
-    if max_env_seed <= limit or _OF_SEED.search(message) is None:
+    if max_env_seed <= _C_INT or _OF_SEED.search(message) is None:
         return ""
-    return f"; if it takes no seed as large as {max_env_seed}, set max_env_seed = {limit}"
-
-
-def _largest_seed(message: str) -> int:
-    """Return the largest number that the message allows; that of a C int if it names none."""
-    named = _LIMIT.search(message)
-    if named is None:
-        return 2**31 - 1
-    if named["power"]:
-        return (1 << int(named["power"])) - 1
-    if named["bits"]:
-        return (1 << int(named["bits"]) - (not named["u"])) - 1
-    return int(named["most"] or int(named["below"]) - 1)
+    return f"; if it takes no seed as large as {max_env_seed}, set max_env_seed = {_C_INT}"
 
 
 def plain(text: str) -> str:
