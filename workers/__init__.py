@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace.workers.envs.creators import register_env as register_env
     from headrace.workers.envs.vector_env import VectorEnv as VectorEnv
     from headrace.workers.metrics.logger import merge_metrics as merge_metrics
-    from headrace.workers.policy.spec import PolicySpec as PolicySpec
+    from headrace.workers.policy.policies import PolicySpec as PolicySpec
     from headrace.workers.runner.env_runner import EnvRunner as EnvRunner
     from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner as SingleAgentEnvRunner
 
@@ -32,7 +32,7 @@ _HOMES = {
     "RunnerCallback": "headrace.workers.callbacks",
     "MultiAgentEnv": "headrace.workers.agents.env",
     "MultiAgentEnvRunner": "headrace.workers.agents.multi_agent_env_runner",
-    "PolicySpec": "headrace.workers.policy.spec",
+    "PolicySpec": "headrace.workers.policy.policies",
     "SingleAgentEnvRunner": "headrace.workers.runner.single_agent_env_runner",
     "StepFailedRecreateEnv": "headrace.workers.envs.context",
     "VectorEnv": "headrace.workers.envs.vector_env",

@@ -11,7 +11,7 @@ import pytest
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.errors import CallbackError, EnvError, HeadraceError
 from headrace.workers.runner.env_runner import EnvRunner
-from headrace.workers.sampling.sample_size import SampleSizeError
+from headrace.workers.sampling.poll_loop import SampleSizeError
 from support.envs.toy import Counting, runner
 from support.envs.toy_agents import Together, multi_runner
 

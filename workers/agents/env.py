@@ -1,7 +1,8 @@
-"""The dict protocol of multi-agent envs, and the spaces of its agents."""
+"""The dict protocol of multi-agent envs, the spaces of its agents, and how an env in that protocol is built."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,9 @@ import gymnasium as gym
 
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError
+from headrace.workers.envs.context import EnvContext
+from headrace.workers.envs.creators import EnvCreator
+from headrace.workers.envs.ownership import claim
 from headrace.workers.envs.spaces import convert
 
 ALL = "__all__"
@@ -86,3 +90,24 @@ def spaces_by_agent(gym_spaces: Mapping[Any, tuple[Any, Any]]) -> dict[Any, Spac
         )
         for agent, (observation, action) in gym_spaces.items()
     }
+
+
+def build_multi_agent_env(creator: EnvCreator, context: EnvContext) -> Any:
+    """Return one env with the dict protocol. A PettingZoo env is adapted. Errors of the creator pass through."""
+    built = creator(context)
+    claim(built, context.life, context.vector_index, recreated=context.recreated)
+    if "pettingzoo" in sys.modules:
+        # The creator has loaded it. PettingZoo is no dependency of Headrace.
+        from headrace.workers.agents.pettingzoo_envs import adapt
+
+        built = adapt(built)
+    if isinstance(built, gym.Env) and not is_multi_agent(built):
+        built = built.unwrapped  # gymnasium.make wraps an env, and its wrappers hide `possible_agents`
+    if not is_multi_agent(built):
+        raise EnvContractError(
+            "environment",
+            f"{type(built).__module__}.{type(built).__qualname__}",
+            "a MultiAgentEnv (possible_agents, reset and step with dicts) or a PettingZoo env; "
+            "a single-agent env needs SingleAgentEnvRunner, whose config has no policies and no policy_mapping_fn",
+        )
+    return built

@@ -12,8 +12,7 @@ from headrace.schemas.accounts.user_calls import UserCall
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import ConnectorError, EnvContractError
 from headrace.workers.agents.acting_seats import ActingSeats
-from headrace.workers.agents.env import AgentDict, gym_spaces_of, spaces_by_agent
-from headrace.workers.agents.env_building import build_multi_agent_env
+from headrace.workers.agents.env import AgentDict, build_multi_agent_env, gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.agents.lane_report import read_reset
 from headrace.workers.agents.seating import Seating

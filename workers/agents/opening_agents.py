@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.workers.agents.env import gym_spaces_of, spaces_by_agent
-from headrace.workers.agents.env_building import build_multi_agent_env
+from headrace.workers.agents.env import build_multi_agent_env, gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.inline import InlineAgents
 from headrace.workers.agents.packed import PackedAgents
 from headrace.workers.agents.seating import Seating

@@ -17,8 +17,7 @@ from headrace.schemas.chunks.spaces import (
     column_dtype,
     leaf_shape,
 )
-from headrace.workers.agents.env import ALL, AgentDict, gym_spaces_of, spaces_by_agent
-from headrace.workers.agents.env_building import build_multi_agent_env
+from headrace.workers.agents.env import ALL, AgentDict, build_multi_agent_env, gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.lane_report import check_known, read_reset, take_step_apart, with_content
 from headrace.workers.agents.packing import Packing
 from headrace.workers.envs.bounds import nearest_to_zero

@@ -1,17 +1,21 @@
-"""The buffers of one module's seats, and their cut. An action's step is complete when its agent observes again."""
+"""The buffers of one module's seats, their cut, and the steps that are discarded from them.
+
+An action's step is complete when its agent observes again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.workers.agents.episodes import AgentEpisode
+from headrace.workers.agents.episodes import AgentEpisode, MultiAgentEpisode, Seat
 from headrace.workers.envs.lane import Episode
 from headrace.workers.sampling.cutting import Marker, Stamp, cut
 from headrace.workers.sampling.episode_view import OpenRows
@@ -81,3 +85,57 @@ def cut_seats(
     for episode, t in zip(episodes, last.tolist(), strict=False):
         episode.t_end = t + 1
     return replace(batch, agents=list(names), modules=(module_id,))
+
+
+@dataclass(slots=True)
+class LostRewards:
+    """Rewards that belong to no step, and counts of missing final observations, since the runner was built."""
+
+    agents: int = 0
+    """Number of agents that got rewards and never acted, or whose last step was dropped."""
+    total: float = 0.0
+    """Sum of these rewards."""
+    final_observations_repeated: int = 0
+    final_steps_dropped: int = 0
+
+    def add(self, reward: float) -> None:
+        """Count the rewards of an agent that have no step to belong to."""
+        if reward:
+            self.agents += 1
+            self.total += reward
+
+
+def lose_episode(
+    episode: MultiAgentEpisode,
+    reason: Discard,
+    fragments: Mapping[str, SeatFragment],
+    markers: Mapping[str, list[Marker]],
+    unrecorded: Sequence[Seat] = (),
+) -> int:
+    """Discard all open chunks of the episode, with a marker for each part already delivered. Return the steps lost.
+
+    The lost steps are those in rows and the pending ones. Steps of the seats `unrecorded`, which acted in the failing
+    poll, do not count. Steps of agents that were done before are still delivered.
+    """
+    acting = set(map(id, unrecorded))
+    lost = 0
+    for seat in episode.seats.values():
+        fragment = fragments.get(seat.module.module_id)
+        rows = fragment.abort(seat.row) if fragment is not None else None
+        if seat.done and rows is None:
+            continue
+        if seat.episode.chunks:
+            markers[seat.module.module_id].append(Marker(seat.episode, reason))
+        lost += (rows[1] if rows is not None else 0) + (seat.pending and id(seat) not in acting)
+    return lost
+
+
+def lose_ended(
+    fragment: SeatFragment, goes_on: Callable[[OpenChunk], bool], reason: Discard, markers: list[Marker]
+) -> int:
+    """Discard the chunks of agents that are done in episodes that continue. Return the number of steps in them."""
+    lost = [chunk for chunk in fragment.ended if goes_on(chunk)]
+    gone = set(map(id, lost))
+    fragment.ended = [chunk for chunk in fragment.ended if id(chunk) not in gone]
+    markers += [Marker(chunk.episode, reason) for chunk in lost if chunk.episode.chunks]
+    return sum(chunk.stop - chunk.start for chunk in lost)

@@ -19,12 +19,10 @@ from headrace.schemas.errors import ConnectorError, EnvContractError, ModuleErro
 from headrace.workers.agents.acting_seats import ActingSeats, SeatGroup, acting_seats, seat_groups
 from headrace.workers.agents.agent_views import MultiAgentEpisodeView
 from headrace.workers.agents.episodes import AgentEpisode, MultiAgentEpisode, Seat
-from headrace.workers.agents.lost_steps import LostRewards, lose_ended, lose_episode
 from headrace.workers.agents.module_seats import ModuleSeats
-from headrace.workers.agents.seat_fragment import SeatFragment, cut_seats
+from headrace.workers.agents.seat_fragment import LostRewards, SeatFragment, cut_seats, lose_ended, lose_episode
 from headrace.workers.agents.seat_streams import check_seats, read_seats, write_seats
-from headrace.workers.agents.step_outcome import StepOutcome
-from headrace.workers.agents.vector import MultiAgentVector
+from headrace.workers.agents.vector import MultiAgentVector, StepOutcome
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.actions import to_env_form
@@ -38,12 +36,12 @@ from headrace.workers.policy.acting import Columns
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.randomness.seeds import SeedTree
 from headrace.workers.sampling.acting_lanes import idle_lanes, next_to_act
-from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.cutting import Marker, Stamp, count_cut, keep_back
 from headrace.workers.sampling.fragment import OpenChunk
 from headrace.workers.sampling.lane_streams import check_lanes, read_lanes, write_lanes
 from headrace.workers.sampling.logged_actions import put_logged
 from headrace.workers.sampling.module_batches import ModuleBatches
+from headrace.workers.sampling.sampled_steps import ActionMode
 
 Taken = tuple[list[MultiAgentEpisode], ModuleBatches]
 """The contents of a cut: the episodes that have ended, and the parts to deliver, by module."""

@@ -9,8 +9,7 @@ import numpy as np
 
 from headrace.schemas.errors import StateError
 from headrace.workers.agents.module_seats import ModuleSeats
-from headrace.workers.randomness.seeds import BLOCK, SEAT_USES, SeatStreams
-from headrace.workers.randomness.streams import check_array, read_streams, write_streams
+from headrace.workers.randomness.seeds import BLOCK, SEAT_USES, SeatStreams, check_array, read_streams, write_streams
 
 Modules = Mapping[str, ModuleSeats]
 

@@ -9,8 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import StateError
-from headrace.workers.randomness.seeds import BLOCK, NoiseBlocks, NoiseKind, NoiseUse
-from headrace.workers.randomness.streams import check_array, read_streams, write_streams
+from headrace.workers.randomness.seeds import (
+    BLOCK,
+    NoiseBlocks,
+    NoiseKind,
+    NoiseUse,
+    check_array,
+    read_streams,
+    write_streams,
+)
 
 StreamsOf = Callable[[NoiseUse], Iterable[np.random.Generator]]
 """The streams of some rows for a use, in the order of the rows."""

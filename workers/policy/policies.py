@@ -14,7 +14,6 @@ from headrace.schemas.settings.plugins import load_object
 from headrace.schemas.settings.sampling_settings import PolicySettings
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.spaces import convert
-from headrace.workers.policy.spec import PolicySpec
 
 NO_EPISODE = "0" * 32
 """Episode id passed to the mapping to find out which spaces a module needs; no episode has this id."""
@@ -204,3 +203,20 @@ def _policy(module_id: str, given: Any, config: EnvRunnerConfig) -> Policy:
     inward = config.env_to_module if given.env_to_module is None else given.env_to_module
     outward = config.module_to_env if given.module_to_env is None else given.module_to_env
     return Policy(own, own_config, spaces, gym_spaces, inward, outward)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """One module: its builder and its spaces.
+
+    A field that is None is taken from the config, or from the module's agents. `module`, `env_to_module` and
+    `module_to_env` are as in `EnvRunnerConfig`. Give both spaces or neither. They are gymnasium spaces, those of the
+    module's agents before any connector.
+    """
+
+    module: str | Callable[..., Any] | None = None
+    module_config: Mapping[str, Any] | None = None
+    observation_space: Any = None
+    action_space: Any = None
+    env_to_module: Sequence[Any] | None = None
+    module_to_env: Sequence[Any] | None = None

@@ -35,12 +35,10 @@ from headrace.workers.runner.client_chunks import ClientChunks, take_over
 from headrace.workers.runner.policy_names import ModuleIdNames
 from headrace.workers.runner.state import RunnerState, Version
 from headrace.workers.runner.state_components import Selection, Wanted
-from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.external_wait import ExternalWait
-from headrace.workers.sampling.poll_loop import Enough, enough_episodes, enough_steps, poll_until
-from headrace.workers.sampling.sample_size import check_size
-from headrace.workers.sampling.sampled_steps import SampledSteps
+from headrace.workers.sampling.poll_loop import Enough, check_size, enough_episodes, enough_steps, poll_until
+from headrace.workers.sampling.sampled_steps import ActionMode, SampledSteps
 from headrace.workers.sampling.sampler import Sampler
 
 Batch = TypeVar("Batch", bound=Sequence[EpisodeChunk])

@@ -31,12 +31,12 @@ from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.noise import ActionNoise
 from headrace.workers.randomness.seeds import NoiseUse, SeedTree
 from headrace.workers.sampling.acting_lanes import Rows, idle_lanes, next_to_act
-from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.cutting import Marker, Stamp, count_cut, cut, keep_back
 from headrace.workers.sampling.episode_view import EpisodeView, OpenRows
 from headrace.workers.sampling.fragment import Fragment, OpenChunk
 from headrace.workers.sampling.lane_streams import check_lanes, read_lanes, write_lanes
 from headrace.workers.sampling.logged_actions import put_logged
+from headrace.workers.sampling.sampled_steps import ActionMode
 
 _NO_STATE: dict[str, NDArray[Any]] = {}
 """Shared by all chunks: one dict for each would cost garbage collection."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headrace.workers.envs.lane import Lane
-from headrace.workers.randomness.streams import check_array, read_streams, write_streams
+from headrace.workers.randomness.seeds import check_array, read_streams, write_streams
 
 
 def read_lanes(lanes: Sequence[Lane], unstepped: Sequence[bool]) -> dict[str, Any]:

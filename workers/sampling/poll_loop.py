@@ -1,4 +1,4 @@
-"""Polls until a sample is complete: enough steps were taken, or enough episodes have ended."""
+"""Polls until a sample is complete: enough steps were taken, or enough episodes have ended. Checks its size, too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from headrace.schemas.errors import ConfigError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.sampling.sampler import Sampler
@@ -51,3 +54,22 @@ def enough_steps(steps: int, sampler: Sampler[Any, Any], config: EnvRunnerConfig
 def enough_episodes(episodes: int, sampler: Sampler[Any, Any]) -> Enough:
     """Return a function that says whether `episodes` episodes have finished since the last cut."""
     return lambda: sampler.steps.episodes_ended >= episodes
+
+
+class SampleSizeError(ConfigError, AssertionError):
+    """`sample` was called with an invalid size."""
+
+
+def check_size(num_timesteps: int | None, num_episodes: int | None) -> None:
+    """Raise `SampleSizeError` if both sizes are given, or one is negative or not a whole number."""
+    if num_timesteps is not None and num_episodes is not None:
+        raise SampleSizeError(
+            f"num_timesteps = {num_timesteps} and num_episodes = {num_episodes}: give only one of them"
+        )
+    for name, size in (("num_timesteps", num_timesteps), ("num_episodes", num_episodes)):
+        if size is None:
+            continue
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise SampleSizeError(f"{name} = {size!r:.80} is no whole number; give an int")
+        if size < 0:
+            raise SampleSizeError(f"{name} = {size} is negative; give 0 or more")

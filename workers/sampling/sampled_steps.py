@@ -7,17 +7,17 @@ kinds, the sampler decides when episodes begin and end, and tells callbacks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from headrace.schemas.accounts.ledger import Discard
-from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.driver import LaneDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.metrics.timers import Timers
 from headrace.workers.policy.acting_module import ActingModule
-from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.episode_view import AnyEpisodeView
 
@@ -142,3 +142,16 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
 
     def accept_streams(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """Return a function that restores `state`. Raises `StateError` if `state` does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionMode:
+    """The choice of actions: by the policy, exploring or not, or at random."""
+
+    explore: bool
+    random_actions: bool
+
+    @property
+    def flags(self) -> int:
+        """The mode as flags of the chunk table."""
+        return EXPLORE * self.explore | RANDOM_ACTIONS * self.random_actions

@@ -18,13 +18,11 @@ from headrace.workers.envs.lane import Episode
 from headrace.workers.metrics.time_budget import OTHER, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.policies import PolicyMappingError
-from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.cutting import Stamp
-from headrace.workers.sampling.episode_events import EpisodeEvents
-from headrace.workers.sampling.episode_starts import EpisodeStarts
+from headrace.workers.sampling.episode_events import EpisodeEvents, EpisodeStarts
 from headrace.workers.sampling.episode_view import AnyEpisodeView
 from headrace.workers.sampling.external_wait import ExternalWait
-from headrace.workers.sampling.sampled_steps import AnyOutcome, Cut_co, SampledSteps
+from headrace.workers.sampling.sampled_steps import ActionMode, AnyOutcome, Cut_co, SampledSteps
 
 
 class Sampler(Generic[AnyOutcome, Cut_co]):

@@ -19,8 +19,7 @@ from headrace.schemas.errors import ConfigError, EnvContractError, PortInUseErro
 from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 from headrace.schemas.settings.serving_settings import ServingSection
-from headrace.workers.agents.env import gym_spaces_of, spaces_by_agent
-from headrace.workers.agents.env_building import build_multi_agent_env
+from headrace.workers.agents.env import build_multi_agent_env, gym_spaces_of, spaces_by_agent
 from headrace.workers.config import EnvRunnerConfig, runner_config
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import find_creator

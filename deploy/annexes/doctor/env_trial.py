@@ -26,7 +26,7 @@ from headrace.workers.envs.context import StepFailedRecreateEnv
 from headrace.workers.envs.driver import own_driver
 from headrace.workers.envs.error_text import seed_hint
 from headrace.workers.envs.inline import EnvSlot
-from headrace.workers.envs.native.kinds import Seeding, seeding_of
+from headrace.workers.envs.native.creators import Seeding, seeding_of
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.sequential_step import step_all
 from headrace.workers.envs.vector_env import VectorEnv

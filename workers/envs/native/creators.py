@@ -1,4 +1,4 @@
-"""The creator of a native vector: the user's, or gymnasium by the setting `gym_env_vectorize_mode`."""
+"""The creator of a native vector (the user's, or gymnasium by `gym_env_vectorize_mode`), and the vector's kind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,12 @@ import gymnasium as gym
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from headrace.schemas.accounts.user_calls import SETTINGS, UserCall
-from headrace.schemas.errors import ConfigError, EnvHangError
+from headrace.schemas.errors import ConfigError, EnvContractError, EnvHangError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator, gym_spec
 from headrace.workers.envs.lane import close_envs
+from headrace.workers.envs.ownership import refuse_twice
 
 
 def vector_creator(config: EnvRunnerConfig) -> EnvCreator:
@@ -82,3 +84,52 @@ def _build_in_time(builder: Callable[[], Any], timeout_s: float, process: int) -
         lone = "is left alone, in a thread of this process"
         raise EnvHangError(0, "construction", timeout_s, SETTINGS[UserCall.CONSTRUCTION], "", lone)
     return built.result()
+
+
+class Seeding(Enum):
+    """The kinds of seeds that a vector's `reset(seed=...)` accepts."""
+
+    EACH = "a list, with a seed for each env"
+    ONE = "one seed for all of them"
+    NONE = "nothing, since the vector was seeded when it was made"
+
+
+def seeding_of(env: Any) -> Seeding:
+    """Return which seeds the vector takes.
+
+    Gymnasium documents lists for its own two kinds only. EnvPool takes seeds when it is made, and warns later.
+    """
+    if isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+        return Seeding.EACH
+    if any(kind.__module__.partition(".")[0] == "envpool" for kind in type(env.unwrapped).__mro__):
+        return Seeding.NONE
+    return Seeding.ONE
+
+
+def autoreset_of(env: Any) -> AutoresetMode:
+    """Return when the vector resets an env whose episode has ended. Raises `EnvContractError` if that is unknown."""
+    mode = (env.metadata or {}).get("autoreset_mode")
+    if not isinstance(mode, AutoresetMode):
+        raise EnvContractError(f"{_name(env)}.metadata['autoreset_mode']", repr(mode), "a gymnasium AutoresetMode")
+    vector = env.unwrapped
+    if isinstance(vector, AsyncVectorEnv) and mode is AutoresetMode.NEXT_STEP and not vector.shared_memory:
+        # Without shared memory its processes do not forget a reset that is due, so that a reset would come twice.
+        raise EnvContractError(
+            "AsyncVectorEnv(shared_memory=False)", "autoreset_mode NEXT_STEP", "SAME_STEP or DISABLED, or shared memory"
+        )
+    return mode
+
+
+def check_vector(env: Any, num_envs: int) -> None:
+    """Raise `EnvContractError` unless `env` is a vector of `num_envs` envs."""
+    if not isinstance(env, gym.vector.VectorEnv):
+        raise EnvContractError("environment", _name(env), "a gymnasium.vector.VectorEnv")
+    refuse_twice(getattr(env.unwrapped, "envs", ()) if isinstance(env.unwrapped, SyncVectorEnv) else ())
+    if env.num_envs != num_envs:
+        raise EnvContractError(
+            f"num_envs of {_name(env)}", str(env.num_envs), f"{num_envs}, as num_envs of the config (context.num_envs)"
+        )
+
+
+def _name(env: Any) -> str:
+    return f"{type(env).__module__}.{type(env).__qualname__}"

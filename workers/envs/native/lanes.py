@@ -19,9 +19,8 @@ from headrace.workers.envs.creators import naming_what_failed
 from headrace.workers.envs.driver import EnvDriver, StartEpisodes
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.envs.native.creators import vector_creator
+from headrace.workers.envs.native.creators import autoreset_of, check_vector, seeding_of, vector_creator
 from headrace.workers.envs.native.infos import infos_by_lane, without_rows
-from headrace.workers.envs.native.kinds import autoreset_of, check_vector, seeding_of
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.ownership import free
 from headrace.workers.envs.recovery import SharedRecovery, wait_for_one

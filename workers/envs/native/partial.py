@@ -24,8 +24,8 @@ from headrace.workers.envs.error_text import brief
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.lane_table import LaneTable
+from headrace.workers.envs.native.creators import Seeding, seeding_of
 from headrace.workers.envs.native.infos import lanes_of_rows
-from headrace.workers.envs.native.kinds import Seeding, seeding_of
 from headrace.workers.envs.native.lanes import NativeLanes
 from headrace.workers.envs.native.vector import NativeVector
 from headrace.workers.envs.native.vector_step import VectorStep, bad_rewards, read_step

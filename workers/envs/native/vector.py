@@ -30,8 +30,8 @@ from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.checks import own_info, take_reset_apart
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
+from headrace.workers.envs.native.creators import Seeding
 from headrace.workers.envs.native.infos import final_infos, moved
-from headrace.workers.envs.native.kinds import Seeding
 from headrace.workers.envs.native.lanes import NativeLanes
 from headrace.workers.envs.native.vector_step import (
     VectorStep,
