@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -13,12 +10,10 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from headrace.schemas.accounts.user_calls import SETTINGS, UserCall
-from headrace.schemas.errors import ConfigError, EnvContractError, EnvHangError
+from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator, gym_spec
-from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.ownership import refuse_twice
 
 
@@ -40,50 +35,12 @@ def vector_creator(config: EnvRunnerConfig) -> EnvCreator:
             spec, num_envs=context.num_envs, vectorization_mode="vector_entry_point", **context
         )
     creator = find_creator(config.env)
-    if mode == "sync":
-        return lambda context: SyncVectorEnv(_builders(creator, context), autoreset_mode=AutoresetMode.DISABLED)
-    return partial(_async_vector, creator, config.construct_timeout_s)
+    kind: Any = SyncVectorEnv if mode == "sync" else AsyncVectorEnv
+    return lambda context: kind(_builders(creator, context), autoreset_mode=AutoresetMode.DISABLED)
 
 
 def _builders(creator: EnvCreator, context: EnvContext) -> list[Callable[[], Any]]:
     return [partial(build_env, creator, context.at(index)) for index in range(context.num_envs)]
-
-
-def _async_vector(creator: EnvCreator, timeout_s: float, context: EnvContext) -> Any:
-    builders = _builders(creator, context)
-    builders[0] = partial(_build_in_time, builders[0], timeout_s, os.getpid())
-    return AsyncVectorEnv(builders, autoreset_mode=AutoresetMode.DISABLED)
-
-
-def _build_in_time(builder: Callable[[], Any], timeout_s: float, process: int) -> Any:
-    """Return the result of `builder`. Limit its time in `process`, where AsyncVectorEnv builds env 0 for its spaces.
-
-    Raises `EnvHangError` when it takes longer. The building thread cannot be stopped, and is abandoned.
-    """
-    if os.getpid() != process:
-        return builder()
-    built = Future[Any]()
-
-    def build() -> None:
-        env: Any = None
-        error: BaseException | None = None
-        try:
-            env = builder()
-        except BaseException as raised:  # noqa: BLE001 - a user's env
-            error = raised
-        if not built.set_running_or_notify_cancel():
-            close_envs([env])
-        elif error is not None:
-            built.set_exception(error)
-        else:
-            built.set_result(env)
-
-    threading.Thread(target=build, name="build-env-0", daemon=True).start()
-    wait([built], timeout_s)
-    if built.cancel():
-        lone = "is left alone, in a thread of this process"
-        raise EnvHangError(0, "construction", timeout_s, SETTINGS[UserCall.CONSTRUCTION], "", lone)
-    return built.result()
 
 
 class Seeding(Enum):
