@@ -9,7 +9,7 @@ from typing import Any
 _PARTS: Mapping[str, str] = {
     "MultiAgentEnvRunner": "headrace.workers.agents.multi_agent_env_runner",
     "RemotePlacement": "headrace.workers.envs.remote.pool",
-    "adapted_agents": "headrace.workers.agents.opening_agents",
+    "adapted_agents": "headrace.workers.agents.env",
     "build_any_env": "headrace.workers.agents.packed_env",
     "open_native": "headrace.workers.envs.native.partial",
     "problem_of_kind": "headrace.workers.agents.packing",

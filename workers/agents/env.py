@@ -92,6 +92,14 @@ def spaces_by_agent(gym_spaces: Mapping[Any, tuple[Any, Any]]) -> dict[Any, Spac
     }
 
 
+def adapted_agents(made: Any, context: EnvContext) -> tuple[Any, dict[Any, Spaces]]:
+    """Return the env that a creator made, with the dict protocol unless it drives itself, and its spaces by agent."""
+    from headrace.workers.envs.driver import own_driver  # processes of envs start faster without it
+
+    env = made if own_driver(made, several_agents=True) is not None else build_multi_agent_env(lambda _: made, context)
+    return env, spaces_by_agent(gym_spaces_of(env))
+
+
 def build_multi_agent_env(creator: EnvCreator, context: EnvContext) -> Any:
     """Return one env with the dict protocol. A PettingZoo env is adapted. Errors of the creator pass through."""
     built = creator(context)

@@ -9,13 +9,19 @@ import gymnasium as gym
 
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.agents.episodes import MultiAgentEpisode
-from headrace.workers.agents.opening_agents import open_agents
+from headrace.workers.agents.inline import InlineAgents
+from headrace.workers.agents.packed import PackedAgents
 from headrace.workers.agents.seat_steps import SeatSteps
+from headrace.workers.agents.seating import Seating
+from headrace.workers.agents.source import AgentSource
+from headrace.workers.agents.vector import MultiAgentVector
+from headrace.workers.envs.driver import own_driver
 from headrace.workers.policy.policies import Policies
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.policy_names import ModuleIdNames
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.module_batches import ModuleBatches
+from headrace.workers.sampling.opening import backend_of, check_batch_wait, first_env, pace_of
 
 
 class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
@@ -37,9 +43,18 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         self._metrics.count_losses = self._count_losses
 
     def _open_steps(self) -> SeatSteps:
-        config, seeds, totals = self.config, self._seeds, self.totals
-        parts = config, self.worker_index, seeds, totals, self._specs, self._id_high, self.callbacks
-        return SeatSteps(config, open_agents(*parts, self._on_wait_for_hosts), seeds, totals, self._id_high)
+        config, table = self.config, self._lane_table()
+        seating = Seating(self._specs, config.num_envs, self._seeds, self._id_high)
+        source: AgentSource
+        if config.env_placement != "inline":
+            source = PackedAgents(table, backend_of(config, self._on_wait_for_hosts), pace_of(config), seating)
+        else:
+            first = first_env(table)
+            driver = own_driver(first, several_agents=True)
+            check_batch_wait(config, has_own_driver=driver is not None)
+            source = (InlineAgents if driver is None else driver)(table, seating, first)
+        vector = MultiAgentVector(source, seating, table)
+        return SeatSteps(config, vector, self._seeds, self.totals, self._id_high)
 
     def _builder_of(self, module_id: str) -> tuple[Any, Mapping[str, Any]]:
         policy = Policies.of(self.config).specs[module_id]  # the config may have changed since

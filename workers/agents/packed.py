@@ -10,36 +10,27 @@ import numpy as np
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.spaces import column_dtype, leaf_shape, leaves
 from headrace.workers.agents.acting_seats import ActingSeats
-from headrace.workers.agents.env import AgentDict, MultiAgentEnv
+from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import MultiAgentEpisode
 from headrace.workers.agents.packing import Packing
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import Gathered, LaneAnswer
-from headrace.workers.envs.backend import EnvBackend
+from headrace.workers.envs.backend import EnvBackend, EnvPlaceholder
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.pace import Pace
-from headrace.workers.envs.placeholder import out_of_reach
 from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.envs.vector import EnvVector, OpenBackend
 
 
-class MultiAgentEnvPlaceholder(MultiAgentEnv):
-    """A placeholder of a multi-agent env in another process. It has the agents and spaces, and cannot be stepped."""
+class MultiAgentEnvPlaceholder(EnvPlaceholder):
+    """A placeholder of a multi-agent env in another process. It has the agents and their spaces."""
 
     def __init__(self, index: int, spaces: Mapping[Any, tuple[Any, Any]]) -> None:
         self.possible_agents = list(spaces)
         self.observation_spaces = {agent: observation for agent, (observation, _) in spaces.items()}
         self.action_spaces = {agent: action for agent, (_, action) in spaces.items()}
         self._index = index
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        """Raise `EnvError`."""
-        raise out_of_reach(self._index)
-
-    def step(self, actions: AgentDict) -> Any:
-        """Raise `EnvError`."""
-        raise out_of_reach(self._index)
 
 
 class PackedAgents(EnvVector):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +20,7 @@ from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.errors import EnvError
 from headrace.workers.envs.failures import Failure
 
 NextSeeds = Mapping[int, int | None]
@@ -141,6 +143,24 @@ class EnvBackend(Protocol):
         """Close all envs, within one time limit for all of them."""
 
 
+class EnvPlaceholder(gym.Env[Any, Any]):
+    """Has the spaces of an env that lives in another process or on another host. It cannot be reset or stepped."""
+
+    def __init__(self, index: int, spaces: tuple[Any, Any]) -> None:
+        self.observation_space, self.action_space = spaces
+        self._index = index
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Raise `EnvError`."""
+        raise EnvError(
+            f"env {self._index} lives in another process or on another host; take env_placement = 'inline' to reach it"
+        )
+
+    def step(self, action: Any) -> Any:
+        """Raise `EnvError`."""
+        self.reset()
+
+
 class PoolBackend(EnvBackend, Protocol):
     """A backend whose envs are in other processes or on other hosts.
 
@@ -155,6 +175,10 @@ class PoolBackend(EnvBackend, Protocol):
     """"actions/..." -> (width, *shape): the next action of each lane; `step_async` writes it."""
     rewards: NDArray[np.float64]
     """(width,): of the last step."""
+
+    def env_at(self, lane: int) -> Any:
+        """Return a placeholder for the lane's env."""
+        return EnvPlaceholder(lane, self.gym_spaces)
 
     def take_spaces(self, spaces: Spaces) -> None:
         """Take the spaces of the first env that was built."""

@@ -178,7 +178,7 @@ def own_driver(env: Any, *, several_agents: bool = False) -> Any:
     """Return the class that drives envs of this kind; None for gymnasium's and for vectors.
 
     The class of `env` names it: in `headrace_driver` for one agent, in `headrace_agents_driver` for several, as
-    "package.module:Class". It is called with what `open_envs` or `open_agents` have, and `env`.
+    "package.module:Class". It is called with the `LaneTable`, the `Seating` of several agents, and `env`.
     """
     name = getattr(type(env), "headrace_agents_driver" if several_agents else "headrace_driver", None)
     return resolve_name(name) if name else None

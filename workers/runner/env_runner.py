@@ -23,6 +23,7 @@ from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvHostsHere
 from headrace.workers.envs.driver import external
+from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.metrics.runner_metrics import RunnerMetrics
 from headrace.workers.metrics.time_budget import ENV, SAMPLING, SERIALISE, WAIT
@@ -161,6 +162,9 @@ class EnvRunner(ABC, Generic[Batch]):
                 self._sampler.rebuild(self.config)
         self._sampler.use(self.modules, lambda: self.fleet_steps)
         self._stopped = False
+
+    def _lane_table(self) -> LaneTable:
+        return LaneTable(self.config, self.worker_index, self._seeds, self.totals, self.callbacks)
 
     def _open_sampler(self) -> Sampler[Any, Any]:
         steps, wait = self._open_steps(), None

@@ -12,7 +12,6 @@ from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError
-from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.policy_names import OneModuleNames
 from headrace.workers.sampling.cutting import Stamp
@@ -34,8 +33,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
             raise ConfigError("several policies need MultiAgentEnvRunner; leave it out", key="policies")
 
     def _open_steps(self) -> LaneSteps:
-        table = LaneTable(self.config, self.worker_index, self._seeds, self.totals, self.callbacks)
-        envs = open_envs(table, self._on_wait_for_hosts)
+        envs = open_envs(self._lane_table(), self._on_wait_for_hosts)
         return LaneSteps(self.config, envs, self._seeds, self.totals, self._id_high)
 
     def _builder_of(self, module_id: str) -> tuple[Any, Mapping[str, Any]]:

@@ -20,7 +20,6 @@ from headrace.workers.envs.actions import action_root, write_actions
 from headrace.workers.envs.backend import NextSeeds, PoolBackend, Replies
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.process.control import ALSO_TRUNCATED, BEGAN, ENDS, NO_SEED, Command, Phase, order_seed
 from headrace.workers.envs.process.error_json import error_from_json
 from headrace.workers.envs.process.exits import failures_of
@@ -105,10 +104,6 @@ class EnvProcessPool(PoolBackend):
         handle, lane, phase, since = min(calls, key=lambda call: call[3])
         call = CallInProgress(UserCall[phase.name], handle.first_lane + lane, self._limits[phase])
         return call.in_words(time.monotonic() - since)
-
-    def env_at(self, lane: int) -> Any:
-        """Return a placeholder for the lane's env. Every lane has one, or there would be no pool."""
-        return EnvPlaceholder(lane, self.gym_spaces)
 
     # -- orders to lanes ----------------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.backend import EnvHostsHere, NextSeeds, PoolBackend, Replies
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.process.control import Command, order_seed
 from headrace.workers.envs.process.job_settings import answer_limits
 from headrace.workers.envs.process.lane_homes import SeedFor
@@ -147,7 +146,7 @@ class RemotePool(PoolBackend):
 
     def env_at(self, lane: int) -> Any:
         """Return a placeholder for the lane's env; None before a host has built it, which `built` reports."""
-        return EnvPlaceholder(lane, self.gym_spaces) if self._places.has_home(lane) else None
+        return super().env_at(lane) if self._places.has_home(lane) else None
 
     def step_async(
         self,
