@@ -20,7 +20,7 @@ from headrace.schemas.errors import (
     EnvRaisedError,
 )
 from headrace.workers.envs.failures import Failure
-from headrace.workers.metrics.failure_groups import FailureGroups
+from headrace.workers.metrics.totals import FailureGroups
 
 
 def group(name: str = "a", count: int = 1, at: float = 100.0, **facts: Any) -> EnvErrorGroup:

@@ -21,12 +21,11 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.checks import own_info
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator
-from headrace.workers.envs.driver import StartEpisodes
+from headrace.workers.envs.driver import Pace, StartEpisodes
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.inline import BuiltEnvs, check_inline
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.recovery import LaneRecovery, wait_for_one
 from headrace.workers.envs.rendering import render_at
 from headrace.workers.envs.sequential_step import Outcome

@@ -16,9 +16,9 @@ from headrace.workers.agents.packing import Packing
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import Gathered, LaneAnswer
 from headrace.workers.envs.backend import EnvBackend, EnvPlaceholder
+from headrace.workers.envs.driver import Pace
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.envs.vector import EnvVector, OpenBackend
 

@@ -19,26 +19,22 @@ from headrace.schemas.errors import ConnectorError, EnvContractError, ModuleErro
 from headrace.workers.agents.acting_seats import ActingSeats, SeatGroup, acting_seats, seat_groups
 from headrace.workers.agents.agent_views import MultiAgentEpisodeView
 from headrace.workers.agents.episodes import AgentEpisode, MultiAgentEpisode, Seat
-from headrace.workers.agents.module_seats import ModuleSeats
+from headrace.workers.agents.module_seats import ModuleSeats, check_seats, read_seats, write_seats
 from headrace.workers.agents.seat_fragment import LostRewards, SeatFragment, cut_seats, lose_ended, lose_episode
-from headrace.workers.agents.seat_streams import check_seats, read_seats, write_seats
 from headrace.workers.agents.vector import MultiAgentVector, StepOutcome
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.actions import to_env_form
-from headrace.workers.envs.driver import external
+from headrace.workers.envs.driver import Pace, external, idle_lanes, next_to_act
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.lane import Lane
-from headrace.workers.envs.pace import Pace
+from headrace.workers.envs.lane import Lane, check_lanes, read_lanes, write_lanes
 from headrace.workers.metrics.timers import Timers
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting import Columns
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.randomness.seeds import SeedTree
-from headrace.workers.sampling.acting_lanes import idle_lanes, next_to_act
 from headrace.workers.sampling.cutting import Marker, Stamp, count_cut, keep_back
 from headrace.workers.sampling.fragment import OpenChunk
-from headrace.workers.sampling.lane_streams import check_lanes, read_lanes, write_lanes
 from headrace.workers.sampling.logged_actions import put_logged
 from headrace.workers.sampling.module_batches import ModuleBatches
 from headrace.workers.sampling.sampled_steps import ActionMode

@@ -9,6 +9,7 @@ and `PackedAgents` (`workers/agents/`). An env of another kind brings its own dr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from pkgutil import resolve_name
 from typing import Any, Protocol, cast
 
@@ -22,7 +23,6 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.observations import Observations
-from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.sequential_step import Outcome
 
 StartEpisodes = Callable[[Callable[[], None]], None]
@@ -182,3 +182,43 @@ def own_driver(env: Any, *, several_agents: bool = False) -> Any:
     """
     name = getattr(type(env), "headrace_agents_driver" if several_agents else "headrace_driver", None)
     return resolve_name(name) if name else None
+
+
+class Pace(Enum):
+    """The times at which the envs of a vector step."""
+
+    LOCK_STEP = "lock_step"
+    """Each poll steps every env that is up, and waits for all of them."""
+    READY = "ready"
+    """Each poll sends actions to the envs that are ready, and takes the answers that have come."""
+    EXTERNAL = "external"
+    """Episodes drive themselves: each poll takes their calls and answers them."""
+
+
+Rows = NDArray[np.intp]
+
+
+def idle_lanes(envs: LaneDriver, width: int) -> Rows:
+    """Return the lanes with an episode whose last action was answered, in order."""
+    return np.flatnonzero(_live_and_idle(envs, width)[1])
+
+
+def next_to_act(envs: LaneDriver, width: int) -> Rows:
+    """Return the lanes that can act, in order. With halves, return the whole half that waited longest, or no lane."""
+    (live, idle), halves = _live_and_idle(envs, width), envs.halves
+    if not halves:
+        return np.flatnonzero(idle)
+    for place, half in enumerate(halves):
+        up = half[live[half]]
+        if len(up) and idle[up].all():
+            halves.append(halves.pop(place))
+            return up
+    return np.empty(0, np.intp)
+
+
+def _live_and_idle(envs: LaneDriver, width: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    live = np.zeros(width, np.bool_)
+    live[slice(None) if envs.live is None else envs.live] = True
+    idle = live.copy()
+    idle[list(envs.under_way)] = False
+    return live, idle

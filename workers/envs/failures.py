@@ -27,7 +27,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.errors.episodes import ClientLostError, EpisodeAbortedError
 from headrace.workers.envs.context import StepFailedRecreateEnv
 from headrace.workers.envs.error_text import message_of, plain
-from headrace.workers.metrics.failure_groups import FailureGroups, first_bytes, last_bytes
+from headrace.workers.metrics.totals import FailureGroups, first_bytes, last_bytes
 
 if TYPE_CHECKING:
     from headrace.workers.envs.lane import Episode

@@ -29,7 +29,7 @@ from headrace.workers.envs.sequential_step import Outcome, step_all
 from headrace.workers.envs.spaces import spaces_of
 
 if TYPE_CHECKING:
-    from headrace.workers.envs.user_vector import UserVectorEnvs
+    from headrace.workers.envs.vector_env import UserVectorEnvs
 
 
 @dataclass(slots=True, eq=False)

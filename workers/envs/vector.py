@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import CallbackError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvBackend, EnvHostsHere, Replies
-from headrace.workers.envs.driver import EnvDriver, StartEpisodes
+from headrace.workers.envs.driver import EnvDriver, Pace, StartEpisodes
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.inline import InlineEnvs, check_inline
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
-from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.pending_steps import InlineSteps, LockSteps, ReadySteps, SetAside, Steps, hear
 from headrace.workers.envs.recovery import LaneRecovery, wait_for_one
 from headrace.workers.envs.sequential_step import Outcome

@@ -17,17 +17,16 @@ from headrace.schemas.errors import CallbackError, ConfigError, EnvContractError
 from headrace.schemas.errors.episodes import ClientLostError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
-from headrace.workers.envs.driver import StartEpisodes
+from headrace.workers.envs.driver import Pace, StartEpisodes
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
-from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.recovery import SharedRecovery
 from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.external.calls import Call, Place
 from headrace.workers.external.episodes import EpisodeTable
 from headrace.workers.external.self_driven import RunThread, SelfDrivenEnv
-from headrace.workers.metrics.time_budget import WAIT
+from headrace.workers.metrics.timers import WAIT
 
 logger = logging.getLogger(__name__)
 

@@ -62,7 +62,7 @@ def _items() -> list[_Item]:
 
 
 class UserSide:
-    """Keeps what env code changes in the whole process for env code alone. It is the `Sides` of a `CallMark`.
+    """Keeps what env code changes in the whole process for env code alone. A `CallMark` calls it.
 
     It looks from time to time, and after each construction of an env. `look` finds what was changed since.
     """

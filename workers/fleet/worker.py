@@ -37,9 +37,9 @@ from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
 from headrace.workers.fleet.shipping import Shipper
-from headrace.workers.fleet.user_side import envs_apart
+from headrace.workers.fleet.user_side import UserSide, envs_apart
 from headrace.workers.metrics.call_mark import CallMark
-from headrace.workers.metrics.time_budget import OTHER, SERIALISE, WAIT
+from headrace.workers.metrics.timers import OTHER, SERIALISE, WAIT
 from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.runner.any_runner import open_runner
 from headrace.workers.runner.env_runner import EnvRunner
@@ -368,7 +368,7 @@ class Worker:
 
     def _look_for_changes(self) -> list[str]:
         """Put back what envs have changed in the whole process. Return the names of what is newly changed."""
-        sides = self.runner.totals.calls.sides
+        sides: UserSide | None = self.runner.totals.calls.sides
         return sides.look() if sides is not None else []
 
     def ship(self, cut: Cut) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 from headrace.schemas.accounts.user_calls import UserCall
 
@@ -16,31 +16,15 @@ CallWords = MutableSequence[int] | memoryview
 _OTHER = int(UserCall.OTHER)
 
 
-class Sides(Protocol):
-    """Keeps what env code changes in the whole process away from our code."""
-
-    def keep(self) -> None:
-        """Take the state of the process as our code's, because envs and modules were built."""
-
-    def look(self) -> list[str]:
-        """Put back what env code has changed since the last look. Return the names of what is newly changed."""
-
-    def enter(self) -> None:
-        """Note that env code runs now."""
-
-    def leave(self, now: float, *, built: bool = False) -> None:
-        """Note that our code runs again, at the monotonic time `now`. `built`: an env was constructed."""
-
-
 class CallMark:
     """Names the env call that is in progress, for those who judge whether this process hangs.
 
     `words` are [kind, lane], which a worker shows in its recorder. A long poll gives its signs of life by itself:
     after a slow poll, `between` is called after each env's step. Fast polls need no look at the clock for each env.
-    `sides`, if any, is told when env code begins and ends.
+    `sides`, a `UserSide` or None, is told when env code begins and ends.
     """
 
-    def __init__(self, words: CallWords | None = None, sides: Sides | None = None) -> None:
+    def __init__(self, words: CallWords | None = None, sides: Any = None) -> None:
         self.words: CallWords = [_OTHER, 0] if words is None else words
         self.sides = sides
         self.on_wait: Callable[[], None] | None = None

@@ -26,7 +26,7 @@ from headrace.workers.envs.driver import external
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.metrics.runner_metrics import RunnerMetrics
-from headrace.workers.metrics.time_budget import ENV, SAMPLING, SERIALISE, WAIT
+from headrace.workers.metrics.timers import ENV, SAMPLING, SERIALISE, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.batch_columns import PolicyColumns

@@ -19,10 +19,9 @@ from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.bounds import ActionLimits
-from headrace.workers.envs.driver import EnvDriver, ExternalDriver, external
+from headrace.workers.envs.driver import EnvDriver, ExternalDriver, Pace, Rows, external, idle_lanes, next_to_act
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.lane import Episode, Lane
-from headrace.workers.envs.pace import Pace
+from headrace.workers.envs.lane import Episode, Lane, check_lanes, read_lanes, write_lanes
 from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.metrics.timers import Timers
 from headrace.workers.metrics.totals import RunnerTotals
@@ -30,11 +29,9 @@ from headrace.workers.policy.acting import Columns
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.noise import ActionNoise
 from headrace.workers.randomness.seeds import NoiseUse, SeedTree
-from headrace.workers.sampling.acting_lanes import Rows, idle_lanes, next_to_act
 from headrace.workers.sampling.cutting import Marker, Stamp, count_cut, cut, keep_back
 from headrace.workers.sampling.episode_view import EpisodeView, OpenRows
 from headrace.workers.sampling.fragment import Fragment, OpenChunk
-from headrace.workers.sampling.lane_streams import check_lanes, read_lanes, write_lanes
 from headrace.workers.sampling.logged_actions import put_logged
 from headrace.workers.sampling.sampled_steps import ActionMode
 

@@ -14,14 +14,12 @@ from headrace.schemas.errors import ConfigError
 from headrace.workers.annex_parts import part
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
-from headrace.workers.envs.driver import EnvDriver, own_driver
+from headrace.workers.envs.driver import EnvDriver, Pace, own_driver
 from headrace.workers.envs.inline import InlineEnvs
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.process.pool import open_processes
-from headrace.workers.envs.user_vector import UserVectorEnvs
 from headrace.workers.envs.vector import EnvVector, OpenBackend
-from headrace.workers.envs.vector_env import VectorEnv
+from headrace.workers.envs.vector_env import UserVectorEnvs, VectorEnv
 from headrace.workers.envs.vector_processes import limited_construction
 
 OnWait = Callable[[str], None] | None

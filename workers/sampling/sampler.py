@@ -15,7 +15,7 @@ from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
-from headrace.workers.metrics.time_budget import OTHER, WAIT
+from headrace.workers.metrics.timers import OTHER, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.sampling.cutting import Stamp

@@ -20,6 +20,7 @@ from headrace.schemas.errors import EnvContractError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.checks import own_info
+from headrace.workers.envs.driver import Pace
 from headrace.workers.envs.error_text import brief
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
@@ -30,7 +31,6 @@ from headrace.workers.envs.native.lanes import NativeLanes
 from headrace.workers.envs.native.vector import NativeVector
 from headrace.workers.envs.native.vector_step import VectorStep, bad_rewards, read_step
 from headrace.workers.envs.observations import Observations
-from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.rendering import render_at
 from headrace.workers.envs.sequential_step import Outcome, tell_each
 

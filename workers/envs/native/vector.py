@@ -28,6 +28,7 @@ from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import EnvContractError, EnvHangError, words_of
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.checks import own_info, take_reset_apart
+from headrace.workers.envs.driver import Pace
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.native.creators import Seeding
@@ -40,7 +41,6 @@ from headrace.workers.envs.native.vector_step import (
     in_lane_order,
     read_step,
 )
-from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.rendering import picture_of, warn_of
 from headrace.workers.envs.sequential_step import Outcome, tell_each
 

@@ -35,8 +35,7 @@ from headrace.workers.envs.remote.env_messages import (
     EnvHostHello,
     EnvHostWelcome,
 )
-from headrace.workers.envs.remote.host_places import HostPlaces
-from headrace.workers.envs.remote.host_wait import HostWait
+from headrace.workers.envs.remote.host_places import HostPlaces, HostWait
 from headrace.workers.envs.remote.order_frames import RemoteColumns, encode_orders, take_replies
 from headrace.workers.envs.remote.peer import EnvHostPeer
 from headrace.workers.envs.remote.router_port import RouterPort, env_port_keys
