@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,12 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.checks import own_info
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator
-from headrace.workers.envs.driver import Pace, StartEpisodes
+from headrace.workers.envs.driver import Pace
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.inline import BuiltEnvs, check_inline
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.envs.recovery import LaneRecovery, wait_for_one
+from headrace.workers.envs.recovery import LaneRecovery
 from headrace.workers.envs.rendering import render_at
 from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.policy.policies import PolicyMappingError
@@ -224,9 +224,12 @@ class InlineAgents(AgentSource):
             return
         self.try_reset([lane.index])
 
-    def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
-        is_up, pause = (lambda: bool(self._recovery.up)), self._table.sleep_until_due
-        wait_for_one(is_up, lambda: self._recovery.revive(self.on_failure), pause, start_episodes, on_wait)
+    @property
+    def _is_up(self) -> bool:
+        return bool(self._recovery.up)
+
+    def _revive(self) -> None:
+        self._recovery.revive(self.on_failure)
 
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
         with self._table.totals.calls.of(UserCall.RENDER, index):

@@ -116,6 +116,23 @@ class LaneDriver(Protocol):
 
         Calls `start_episodes` with the function that rebuilds, and `on_wait` after every short sleep.
         """
+        start_episodes(self._revive)
+        while not self._is_up:
+            self._pause()
+            if on_wait is not None:
+                on_wait()
+            start_episodes(self._revive)
+
+    @property
+    def _is_up(self) -> bool:
+        """Return whether a lane can be stepped."""
+
+    def _revive(self) -> None:
+        """Rebuild the failed envs whose wait is over, and begin episodes there."""
+
+    def _pause(self) -> None:
+        """Sleep a moment, because no lane is up."""
+        self._table.sleep_until_due()
 
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
         """Return one env's picture, rgb uint8 (height, width, 3); None where it gives none."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvError
-from headrace.workers.envs.backend import EnvBackend, PoolBackend, Replies
+from headrace.workers.envs.backend import EnvBackend, NextSeeds, PoolBackend, Replies
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.inline import InlineEnvs
 from headrace.workers.envs.lane import Episode
@@ -97,6 +97,9 @@ class Steps(ABC):
     def poll(self, on_wait: OnWait) -> Outcome:
         """Return the results of the steps."""
 
+    def _seeds_of(self, lanes: Sequence[int]) -> NextSeeds:
+        return {lane: self._table.lanes[lane].seeds.peek() for lane in lanes}
+
     @property
     def under_way(self) -> set[int]:
         """Live lanes whose action has no reply, or whose reply no poll has returned."""
@@ -154,10 +157,8 @@ class LockSteps(Steps):
         """Step all `lanes`, except those that have failed since."""
         lost = self._aside.lost
         self._sent = [lane for lane in lanes if lane not in lost] if lost else lanes
-        seeds = None
-        if resets_ahead:
-            seeds = {lane: self._table.lanes[lane].seeds.peek() for lane in self._sent}
         everybody = len(self._sent) == self._backend.width
+        seeds = self._seeds_of(self._sent) if resets_ahead else None
         self._backend.step_async(None if everybody else self._sent, columns, seeds)
 
     def poll(self, on_wait: OnWait) -> Outcome:
@@ -252,11 +253,8 @@ class ReadySteps(Steps):
         failed = {failure.lane for failure in self._failed}
         sent = [lane for lane in lanes if lane not in failed]
         self._waiting.update(sent)
-        seeds = None
-        if resets_ahead:
-            seeds = {lane: self._table.lanes[lane].seeds.peek() for lane in sent}
         if sent:
-            self._backend.step_async(sent, columns, seeds)
+            self._backend.step_async(sent, columns, self._seeds_of(sent) if resets_ahead else None)
 
     def poll(self, on_wait: OnWait) -> Outcome:
         """Wait until a lane can act or the caller has other work, then return the results."""

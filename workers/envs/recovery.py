@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import EnvRestartBudgetError
-from headrace.workers.envs.driver import StartEpisodes
 from headrace.workers.envs.failures import Failure, let_go
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.lane_table import LaneTable
@@ -19,28 +18,8 @@ LeaveHost = Callable[[Lane, str], bool]
 """Has a lane that has failed too often wait for another host, and returns whether that helps. The text says why."""
 
 
-def stay(_: Lane, __: str) -> bool:
-    """Return False: the env has no host to leave."""
-    return False
-
-
-def wait_for_one(
-    is_up: Callable[[], bool],
-    revive: Callable[[], None],
-    pause: Callable[[], None],
-    start_episodes: StartEpisodes,
-    on_wait: Callable[[], None] | None,
-) -> None:
-    """Rebuild the envs whose wait is over. While no env is up, sleep until the first is up.
-
-    Calls `start_episodes` with `revive`, and `on_wait` after every short sleep.
-    """
-    start_episodes(revive)
-    while not is_up():
-        pause()
-        if on_wait is not None:
-            on_wait()
-        start_episodes(revive)
+def _stay(lane: Lane, why: str) -> bool:
+    return False  # the env has no host to leave
 
 
 class LaneRecovery:
@@ -55,7 +34,7 @@ class LaneRecovery:
         table: LaneTable,
         rebuild: Callable[[Lane], None],
         take_down: Callable[[Lane], None],
-        leave_host: LeaveHost = stay,
+        leave_host: LeaveHost = _stay,
     ) -> None:
         self.up: list[Lane] = []
         """Lanes with an episode."""
@@ -173,7 +152,7 @@ class SharedRecovery:
 
 
 def _is_mended_at_once(
-    table: LaneTable, lane: Lane, failure: Failure, now: float, leave_host: LeaveHost = stay
+    table: LaneTable, lane: Lane, failure: Failure, now: float, leave_host: LeaveHost = _stay
 ) -> bool:
     """Count the failure. Return True to rebuild the lane now, False to leave it to a `revive` after its wait.
 

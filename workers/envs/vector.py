@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import CallbackError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvBackend, EnvHostsHere, Replies
-from headrace.workers.envs.driver import EnvDriver, Pace, StartEpisodes
+from headrace.workers.envs.driver import EnvDriver, Pace
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.inline import InlineEnvs, check_inline
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
 from headrace.workers.envs.pending_steps import InlineSteps, LockSteps, ReadySteps, SetAside, Steps, hear
-from headrace.workers.envs.recovery import LaneRecovery, wait_for_one
+from headrace.workers.envs.recovery import LaneRecovery
 from headrace.workers.envs.sequential_step import Outcome
 
 _STEPS: dict[Pace, type[LockSteps] | type[ReadySteps]] = {Pace.LOCK_STEP: LockSteps, Pace.READY: ReadySteps}
@@ -224,11 +224,11 @@ class EnvVector(EnvDriver):
         failing = {other.index for other in self.lanes if other.budget.in_a_row}
         return self._running.leave_host(lane.index, failing, why)
 
-    def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
-        wait_for_one(lambda: bool(self._recovery.up), self._revive, self._pause, start_episodes, on_wait)
+    @property
+    def _is_up(self) -> bool:
+        return bool(self._recovery.up)
 
     def _revive(self) -> None:
-        """Begin an episode where an env was rebuilt, and rebuild lanes whose wait is over."""
         if self._aside.coming:
             self._settle(self._running.step_wait(0.0))
         self._recovery.revive(self.on_failure)
@@ -237,7 +237,7 @@ class EnvVector(EnvDriver):
         if self._aside.coming:
             self._steps.keep(self._running.step_wait(WAIT_SLICE_S))
         else:
-            self._table.sleep_until_due()
+            super()._pause()
 
     def _settle(self, replies: Replies) -> None:
         """Reset the envs that were built, and begin the episodes whose reset is done."""

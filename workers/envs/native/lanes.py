@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,14 +16,14 @@ from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import naming_what_failed
-from headrace.workers.envs.driver import EnvDriver, StartEpisodes
+from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.native.creators import autoreset_of, check_vector, seeding_of, vector_creator
 from headrace.workers.envs.native.infos import infos_by_lane, without_rows
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.ownership import free
-from headrace.workers.envs.recovery import SharedRecovery, wait_for_one
+from headrace.workers.envs.recovery import SharedRecovery
 from headrace.workers.envs.spaces import spaces_of_vector
 from headrace.workers.envs.vector_processes import (
     Watchdog,
@@ -167,7 +167,6 @@ class NativeLanes(EnvDriver):
 
     @property
     def _is_up(self) -> bool:
-        """Return whether a lane can be stepped."""
         return self._env is not None
 
     def end_episodes(self, lanes: Sequence[int]) -> None:
@@ -198,19 +197,9 @@ class NativeLanes(EnvDriver):
                     self.on_failure(self.lanes[each.lane], each)
             self._recovery.restart(failures)
 
-    def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
-        """Rebuild the vector if its wait is over. While it is not up, sleep.
-
-        Calls `start_episodes` with the function that rebuilds, and `on_wait` after every short sleep.
-        """
-        wait_for_one(lambda: self._is_up, self._revive, self._pause, start_episodes, on_wait)
-
     def _revive(self) -> None:
         self._recovery.revive()
         self.try_restart()
-
-    def _pause(self) -> None:
-        self._table.sleep_until_due()
 
     def _rebuild(self) -> None:
         if self.on_rebuild is not None:

@@ -89,7 +89,6 @@ class PartialNativeVector(NativeLanes):
 
     @property
     def _is_up(self) -> bool:
-        """Return whether a lane can be stepped."""
         return not self._idle.all()
 
     def end_episodes(self, lanes: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -22,6 +22,7 @@ from headrace.workers.envs.failures import let_go
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.ownership import free
+from headrace.workers.envs.process.channel import ProcessEnd
 from headrace.workers.envs.process.control import (
     ALSO_TRUNCATED,
     BEGAN,
@@ -86,13 +87,6 @@ class ProcessJob(BaseModel):
         return [self.socket, *bells, self.control, self.columns, self.lifeline, self.last_words]
 
 
-class Sends(Protocol):
-    """Sends bodies that belong to the next reply."""
-
-    def send(self, body: bytes) -> None:
-        """Send `body`."""
-
-
 @dataclass(slots=True, eq=False)
 class _LaneEnv:
     index: int
@@ -124,7 +118,7 @@ class _Reply:
         self.failures.append((lane, at, stepped, error_to_json(error)))
         let_go(error)
 
-    def write(self, socket: Sends) -> None:
+    def write(self, socket: ProcessEnd) -> None:
         """Write the reply into the slot, or send it by the socket if it does not fit."""
         told = {name: value for name in self.__slots__[1:] if (value := getattr(self, name))}
         if not told:
@@ -148,7 +142,7 @@ class ProcessEnvs:
         self._all_step = bytes([Command.STEP] * job.lanes)
         self._rewards: NDArray[np.float64] | None = None
 
-    def obey(self, slot: Slot, socket: Sends) -> None:
+    def obey(self, slot: Slot, socket: ProcessEnd) -> None:
         """Execute each lane's command, and write the reply."""
         if slot.counts[0]:
             slot.outcomes[:] = 0

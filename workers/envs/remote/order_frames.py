@@ -15,7 +15,6 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer, MessageKind, encode
-from headrace.workers.envs.actions import write_actions
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.bounds import unsound_rewards
 from headrace.workers.envs.failures import Failure
@@ -44,10 +43,6 @@ class RemoteColumns:
         self.first = columns("obs", spaces.observation)
         self.actions = columns("actions", spaces.action)
         self.rewards = np.zeros(width, np.float64)
-
-    def write_actions(self, lanes: Sequence[int] | None, columns: Mapping[str, NDArray[Any]], root: str) -> None:
-        """Write the rows of `lanes` (None: all) of the policy's columns."""
-        write_actions(self.actions, lanes, columns, root)
 
     def action_rows(self, lanes: Sequence[int]) -> dict[str, NDArray[Any]]:
         """Return a copy of the actions of `lanes`, in order."""

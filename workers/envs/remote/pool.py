@@ -21,7 +21,7 @@ from headrace.schemas.errors import ConfigError, DecodeError, EnvError, EnvHostL
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.schemas.messages import Fenced, Message, Reject, read
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.actions import action_root
+from headrace.workers.envs.actions import action_root, write_actions
 from headrace.workers.envs.backend import EnvHostsHere, NextSeeds, PoolBackend, Replies
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.process.control import Command, order_seed
@@ -157,7 +157,7 @@ class RemotePool(PoolBackend):
 
         The rows of the actions stay until the lanes have replied, because they may have to be sent again.
         """
-        self._arrays.write_actions(lanes, columns, action_root(columns))
+        write_actions(self.actions, lanes, columns, action_root(columns))
         for lane in range(self.width) if lanes is None else lanes:
             seed = next_seeds.get(lane, NO_SEED) if next_seeds else NO_SEED
             self._places.ask(lane, Command.STEP, order_seed(seed))
