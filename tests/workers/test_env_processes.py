@@ -17,8 +17,8 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from headrace.schemas.errors import ConfigError, EnvContractError, UnknownEnvError
 from headrace.workers import EnvContext, EnvRunnerConfig, register_env
+from headrace.workers.envs.process.channel import tie_group
 from headrace.workers.envs.process.job_settings import name_env
-from headrace.workers.envs.process.lifeline import tie_group
 from headrace.workers.envs.process.pool import EnvProcessPool
 from support.envs.troubled import Gate, Troubled
 from support.runners.call_rate import IDLE, calls_a_second

@@ -25,10 +25,9 @@ from headrace.workers.agents.vector import MultiAgentVector, StepOutcome
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.actions import to_env_form
-from headrace.workers.envs.driver import Pace, external, idle_lanes, next_to_act
+from headrace.workers.envs.driver import idle_lanes, next_to_act
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane, check_lanes, read_lanes, write_lanes
-from headrace.workers.metrics.timers import Timers
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting import Columns
 from headrace.workers.policy.acting_module import ActingModule
@@ -37,13 +36,13 @@ from headrace.workers.sampling.cutting import Marker, Stamp, count_cut, keep_bac
 from headrace.workers.sampling.fragment import OpenChunk
 from headrace.workers.sampling.logged_actions import put_logged
 from headrace.workers.sampling.module_batches import ModuleBatches
-from headrace.workers.sampling.sampled_steps import ActionMode
+from headrace.workers.sampling.sampled_steps import ActionMode, KeptSteps
 
 Taken = tuple[list[MultiAgentEpisode], ModuleBatches]
 """The contents of a cut: the episodes that have ended, and the parts to deliver, by module."""
 
 
-class SeatSteps:
+class SeatSteps(KeptSteps):
     """`SampledSteps` of the agents of `vector`, in lock-step or with each env at its own pace.
 
     The seats of a module share one fragment. `observed_more` is for the last cut: (agent, module) -> number of
@@ -54,24 +53,11 @@ class SeatSteps:
     def __init__(
         self, config: EnvRunnerConfig, vector: MultiAgentVector, seeds: SeedTree, totals: RunnerTotals, id_high: int
     ) -> None:
-        self.envs = envs = vector.envs
+        super().__init__(config, vector.envs, seeds, totals, id_high)
         self.seating = vector.seating
         self._vector = vector
-        self.mode = ActionMode(config.explore, random_actions=False)
-        self.timers: Timers | None = None
-        self.reset_polls = 0
-        """No poll is a reset only: an env that has ended its episode is reset between two."""
-        self._in_step = envs.pace is Pace.LOCK_STEP
-        self.answered: int | None = None if self._in_step else 0
         self.lost_rewards = LostRewards()
         self.observed_more: dict[tuple[str, str], int] = {}
-        self._external = external(envs)
-        self._steps_inline = envs.replies_at_once
-        self._seeds = seeds
-        self._totals = totals
-        self._id_high = id_high
-        self._width = config.num_envs
-        self._keeps_infos = config.infos == "all"
         self._fragments: dict[str, SeatFragment] = {}
         self._capacity: int | None = None
         """Room in new fragments; None before sampling, and when all steps were given up."""

@@ -277,12 +277,7 @@ RESERVED = frozenset(
         "num_actions_by_agent",
         "num_module_steps_sampled",
         "agent_rewards_lost_lifetime",
-        "episode_return_mean",
-        "episode_return_min",
-        "episode_return_max",
-        "episode_len_mean",
-        "episode_len_min",
-        "episode_len_max",
+        *(f"{name}_{reduce}" for name in ("episode_return", "episode_len") for reduce in ("mean", "min", "max")),
         "episode_duration_sec_mean",
         "untrained_episode_return_mean",
         "untrained_episode_len_mean",
@@ -298,7 +293,8 @@ RESERVED = frozenset(
         *NAMED_COUNTERS,
     )
 )
-"""Names of a report that a callback cannot log under. Rates are per second, durations in seconds.
+"""Names of a report that a callback cannot log under. Rates are per second, durations in seconds. Add the name of a new
+figure here, and that of a new lifetime counter to its group; counters of `RunnerTotals` bear their names there.
 
 num_agent_steps_sampled and num_module_steps_sampled count the observations that steps gave to agents, as in RLlib.
 num_actions_by_agent counts the actions that agents took, which is what chunks hold. The two differ where an agent

@@ -19,11 +19,10 @@ from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.bounds import ActionLimits
-from headrace.workers.envs.driver import EnvDriver, ExternalDriver, Pace, Rows, external, idle_lanes, next_to_act
+from headrace.workers.envs.driver import EnvDriver, ExternalDriver, Rows, idle_lanes, next_to_act
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane, check_lanes, read_lanes, write_lanes
 from headrace.workers.envs.sequential_step import Outcome
-from headrace.workers.metrics.timers import Timers
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting import Columns
 from headrace.workers.policy.acting_module import ActingModule
@@ -33,13 +32,13 @@ from headrace.workers.sampling.cutting import Marker, Stamp, count_cut, cut, kee
 from headrace.workers.sampling.episode_view import EpisodeView, OpenRows
 from headrace.workers.sampling.fragment import Fragment, OpenChunk
 from headrace.workers.sampling.logged_actions import put_logged
-from headrace.workers.sampling.sampled_steps import ActionMode
+from headrace.workers.sampling.sampled_steps import ActionMode, KeptSteps
 
 _NO_STATE: dict[str, NDArray[Any]] = {}
 """Shared by all chunks: one dict for each would cost garbage collection."""
 
 
-class LaneSteps:
+class LaneSteps(KeptSteps):
     """`SampledSteps` of one agent in each env of `envs`, in lock-step or with each lane at its own pace.
 
     In lock-step all live lanes act in each poll, and their rows are written without index arrays while all lanes stand
@@ -51,27 +50,12 @@ class LaneSteps:
     cannot compute it.
     """
 
+    envs: EnvDriver
+
     def __init__(
-        self,
-        config: EnvRunnerConfig,
-        envs: EnvDriver,
-        seeds: SeedTree,
-        totals: RunnerTotals,
-        id_high: int,
+        self, config: EnvRunnerConfig, envs: EnvDriver, seeds: SeedTree, totals: RunnerTotals, id_high: int
     ) -> None:
-        self.envs = envs
-        self.mode = ActionMode(config.explore, random_actions=False)
-        self.timers: Timers | None = None
-        self.reset_polls = 0
-        self._in_step = envs.pace is Pace.LOCK_STEP
-        self.answered: int | None = None if self._in_step else 0
-        self._external = external(envs)
-        self._steps_inline = envs.replies_at_once
-        self._seeds = seeds
-        self._totals = totals
-        self._id_high = id_high
-        self._width = config.num_envs
-        self._keeps_infos = config.infos == "all"
+        super().__init__(config, envs, seeds, totals, id_high)
         self._fragment: Fragment | None = None
         self._markers: list[Marker] = []
         self._untrained: list[tuple[float, int]] = []

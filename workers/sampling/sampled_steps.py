@@ -13,13 +13,53 @@ from typing import Any, Protocol, TypeVar
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.driver import LaneDriver
+from headrace.workers.envs.driver import LaneDriver, Pace, external
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.metrics.timers import Timers
+from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting_module import ActingModule
+from headrace.workers.randomness.seeds import SeedTree
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.episode_view import AnyEpisodeView
+
+
+@dataclass(frozen=True, slots=True)
+class ActionMode:
+    """The choice of actions: by the policy, exploring or not, or at random."""
+
+    explore: bool
+    random_actions: bool
+
+    @property
+    def flags(self) -> int:
+        """The mode as flags of the chunk table."""
+        return EXPLORE * self.explore | RANDOM_ACTIONS * self.random_actions
+
+
+class KeptSteps:
+    """The attributes that both kinds of `SampledSteps` begin with."""
+
+    def __init__(
+        self, config: EnvRunnerConfig, envs: LaneDriver, seeds: SeedTree, totals: RunnerTotals, id_high: int
+    ) -> None:
+        self.envs = envs
+        self.mode = ActionMode(config.explore, random_actions=False)
+        """The mode in which actions of the open steps are chosen."""
+        self.timers: Timers | None = None
+        """Timers of the poll under way; None in most polls, which are not timed."""
+        self.reset_polls = 0
+        """Lane polls that an env spent on a reset instead of a step."""
+        self._in_step = envs.pace is Pace.LOCK_STEP
+        self.answered: int | None = None if self._in_step else 0
+        """Env steps that were answered; None in lock-step, where each poll answers all."""
+        self._external = external(envs)
+        self._steps_inline = envs.replies_at_once
+        self._seeds = seeds
+        self._totals = totals
+        self._id_high = id_high
+        self._width = config.num_envs
+        self._keeps_infos = config.infos == "all"
 
 
 class PollOutcome(Protocol):
@@ -35,20 +75,16 @@ Cut_co = TypeVar("Cut_co", covariant=True)
 
 
 class SampledSteps(Protocol[AnyOutcome, Cut_co]):
-    """Chooses, takes, keeps and cuts steps.
+    """Chooses, takes, keeps and cuts steps. `KeptSteps` says what its attributes are.
 
     In each poll a sampler calls `act` and `take`, and with the outcome `count`, `record` and `end`. All of these may
     raise `ConnectorError` and `ModuleError`. `is_spoilt_by` says afterwards whether the open steps must be given up.
     """
 
     mode: ActionMode
-    """The mode in which actions of the open steps are chosen."""
     timers: Timers | None
-    """Timers of the poll under way; None in most polls, which are not timed."""
     reset_polls: int
-    """Lane polls that an env spent on a reset instead of a step."""
     answered: int | None
-    """Env steps that were answered; None in lock-step, where each poll answers all."""
 
     @property
     def envs(self) -> LaneDriver:
@@ -142,16 +178,3 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
 
     def accept_streams(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """Return a function that restores `state`. Raises `StateError` if `state` does not fit."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActionMode:
-    """The choice of actions: by the policy, exploring or not, or at random."""
-
-    explore: bool
-    random_actions: bool
-
-    @property
-    def flags(self) -> int:
-        """The mode as flags of the chunk table."""
-        return EXPLORE * self.explore | RANDOM_ACTIONS * self.random_actions

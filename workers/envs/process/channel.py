@@ -1,4 +1,4 @@
-"""Bells and a socket between a driver and one process of envs.
+"""Bells and a socket between a driver and one process of envs, and the tie by which the process dies with its driver.
 
     to the process     `bell`, an eventfd: each order that was written adds RING; STOP means that the process must end
     from the process   `told`, an eventfd: each order that was obeyed adds one, in order; then the latch counts down
@@ -13,8 +13,10 @@ the process that wakes onto the driver's core, though the driver has others to w
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
+import signal
 import socket
 import struct
 import time
@@ -126,3 +128,26 @@ class ProcessEnd:
         """Report that one more order was obeyed."""
         os.eventfd_write(self._told, 1)
         count_down(*self._latch)
+
+
+_F_SETSIG = 10
+
+
+def tie_group(lifeline: int, group: int) -> None:
+    """Have a process group killed when its parent dies, however the parent dies.
+
+    The parent holds the writing end of a pipe and never writes. `lifeline`, the reading end, is held by a process of
+    the group. When the parent dies, the kernel closes the writing end, and sends SIGKILL to the whole group. Unlike
+    PR_SET_PDEATHSIG, this reaches grandchildren, and the end of the thread that started a process has no effect. It
+    needs no thread and no interpreter lock, so a child that hangs in C dies too.
+
+    The parent calls it, in case the process is stopped as it starts. The process calls it too, in case its parent is
+    gone.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
+    fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    poll = select.poll()
+    poll.register(lifeline, 0)
+    if poll.poll(0):  # the parent was gone before the signal was set up
+        os.killpg(group, signal.SIGKILL)

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.workers.annex_parts import part
-from headrace.workers.envs.process.channel import ProcessEnd
+from headrace.workers.envs.process.channel import ProcessEnd, tie_group
 from headrace.workers.envs.process.control import Control
-from headrace.workers.envs.process.lifeline import tie_group
 from headrace.workers.envs.process.process_envs import BuildEnv, ProcessEnvs, ProcessJob, build_solo_env
 
 STACK_SIGNAL = signal.SIGRTMAX

@@ -20,11 +20,10 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from headrace.workers.envs.process.channel import RING, STOP, DriverEnd
+from headrace.workers.envs.process.channel import RING, STOP, DriverEnd, tie_group
 from headrace.workers.envs.process.child import STACK_SIGNAL
 from headrace.workers.envs.process.control import NO_SEED, SLOTS, Command, Control, Phase, Slot
 from headrace.workers.envs.process.exits import EnvCall, ProcessExit, describe_end, read_stack
-from headrace.workers.envs.process.lifeline import tie_group
 from headrace.workers.envs.process.output import OutputDrain
 from headrace.workers.envs.process.process_envs import ProcessJob
 from headrace.workers.envs.process.shared_arrays import new_memory
