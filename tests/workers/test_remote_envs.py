@@ -145,10 +145,11 @@ def test_a_spare_host_takes_over_the_envs_of_a_host_that_leaves(
         assert "runs headrace" not in caplog.text
         monkeypatch.setattr(remote_pool, "headrace_version", lambda: "9.9")
         hosts.start("CartPole-v1", 3)
-        wait_until(lambda: who_acts(sampler) and len(pool._backend.hosts) == 2, what="the spare one")
+        wait_until(lambda: who_acts(sampler) and len(pool._backend._places.hosts) == 2, what="the spare one")
         first.terminate()
         wait_until(
-            lambda: who_acts(sampler) == {0, 1, 2} and len(pool._backend.hosts) == 1, what="the spare one's envs"
+            lambda: who_acts(sampler) == {0, 1, 2} and len(pool._backend._places.hosts) == 1,
+            what="the spare one's envs",
         )
         check_books(sampler)
     assert f"runs headrace {version('headrace')}, this worker 9.9" in caplog.text
@@ -214,7 +215,8 @@ def test_a_port_with_keys_lets_in_only_env_hosts_with_its_keys(hosts: EnvHosts, 
             assert who_acts(sampler) == {0, 1, 2}
         assert refused[1].returncode == ExitCode.KEYS
         assert refused[0].poll() in (None, ExitCode.KEYS)
-        assert sampler._sampler.envs._backend.hosts[0].endswith("(3 x CartPole-v1)")  # type: ignore[attr-defined]
+        (host,) = sampler._sampler.envs._backend._places.hosts.values()  # type: ignore[attr-defined]
+        assert host.name.endswith("(3 x CartPole-v1)")
 
 
 def test_on_loopback_env_hosts_need_the_token_of_the_run(hosts: EnvHosts, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.noise import ActionNoise
 from headrace.workers.policy.policies import Policy
 from headrace.workers.randomness.seeds import (
-    BLOCK,
     SEAT_USES,
     NoiseUse,
     SeatStreams,
@@ -182,10 +181,7 @@ def _check_module(module: ModuleSeats, num_envs: int, num_agents: int, state: An
     _check_range(f"{module.module_id}/agents", agents, num_agents)
     rows = len(agents) * num_envs
     for use, noise in module.policy.noise.rows.items():
-        drawn = state.get(use)
-        check_array(drawn, f"{name}/{use}", "numbers", np.float32, (rows, BLOCK, noise.size))
-        used = check_array(drawn, f"{name}/{use}", "used", np.int64, (rows,))
-        _check_range(f"{module.module_id}/{use}/used", used, BLOCK)
+        noise.check(f"{name}/{use}", state.get(use), rows)
 
 
 def _check_range(name: str, numbers: Any, limit: Any) -> None:

@@ -15,11 +15,10 @@ pass. Random actions obey the action masks in the env's own observations, unless
 vector.
 """
 
-from headrace.workers.connectors.action_pieces import ClipActions, UnsquashActions
 from headrace.workers.connectors.additions import AgentOneHot, PreviousActionReward, TimeOneHot
 from headrace.workers.connectors.connector import Connector, Rows
 from headrace.workers.connectors.mean_std import MeanStd
-from headrace.workers.connectors.observation_pieces import FlattenObservations, FrameStack
+from headrace.workers.connectors.pieces import ClipActions, FlattenObservations, FrameStack, UnsquashActions
 
 __all__ = [
     "AgentOneHot",

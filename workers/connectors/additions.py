@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from headrace.schemas.chunks.spaces import Box, Dict, Space, Spaces, leaves
 from headrace.schemas.errors import ConfigError, ConnectorError
 from headrace.workers.connectors.connector import Columns, Connector, Rows
-from headrace.workers.connectors.observation_pieces import as_vectors, one_hot_size
+from headrace.workers.connectors.pieces import as_vectors, one_hot_size
 
 
 class _Addition(Connector):

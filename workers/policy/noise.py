@@ -65,6 +65,13 @@ class RowNoise:
         """Return "numbers", float32 (rows, passes, size), drawn already, and "used", int64 (rows,), passes used up."""
         return {"numbers": self._block.copy(), "used": self._at.astype(np.int64)}
 
+    def check(self, name: str, state: Any, rows: int) -> None:
+        """Raise `StateError` unless `state`, called `name`, is that of `rows` rows of such noise."""
+        check_array(state, name, "numbers", np.float32, (rows, BLOCK, self.size))
+        used = check_array(state, name, "used", np.int64, (rows,))
+        if (used < 0).any() or (used >= BLOCK).any():
+            raise StateError(f"random_streams/{name}/used should be from 0 to below {BLOCK}, got {used!r:.80}")
+
     def write(self, rows: NDArray[np.intp], numbers: NDArray[np.float32], used: NDArray[np.int64]) -> None:
         """Continue `rows` from the state of `read`."""
         self._block[rows], self._at[rows] = numbers, used
@@ -137,41 +144,20 @@ class ActionNoise:
         streams: uint64 (rows, 6). ahead: float32 (passes, rows, size), drawn and not used yet. For rows with a pace of
         their own, the result of `RowNoise.read` takes the place of `ahead`.
         """
-        return {use: _read(noise) for use, noise in self.by_use.items()}
+        return {use: {"streams": read_streams(noise.streams), **noise.read()} for use, noise in self.by_use.items()}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise `StateError` unless `write` can take `state`."""
         for use, noise in sorted(self.by_use.items()):  # in an order that does not depend on which use began first
-            _check(noise, use, state.get(use))
+            check_array(state.get(use), use, "streams", np.uint64, (len(noise.streams), 6))
+            noise.check(use, state.get(use), len(noise.streams))
 
     def write(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of `read`."""
         for use, noise in self.by_use.items():
-            _write(noise, state[use])
-
-
-def _read(noise: NoiseBlocks | RowNoise) -> dict[str, Any]:
-    drawn = {"ahead": noise.ahead.copy()} if isinstance(noise, NoiseBlocks) else noise.read()
-    return {"streams": read_streams(noise.streams), **drawn}
-
-
-def _write(noise: NoiseBlocks | RowNoise, state: Mapping[str, Any]) -> None:
-    write_streams(noise.streams, state["streams"])
-    if isinstance(noise, NoiseBlocks):
-        noise.ahead = state["ahead"]
-    else:
-        noise.write(np.arange(len(noise.streams)), state["numbers"], state["used"])
-
-
-def _check(noise: NoiseBlocks | RowNoise, name: str, state: Any) -> None:
-    rows = len(noise.streams)
-    check_array(state, name, "streams", np.uint64, (rows, 6))
-    if not isinstance(noise, NoiseBlocks):
-        check_array(state, name, "numbers", np.float32, (rows, BLOCK, noise.size))
-        used = check_array(state, name, "used", np.int64, (rows,))
-        if (used < 0).any() or (used >= BLOCK).any():
-            raise StateError(f"random_streams/{name}/used should be from 0 to below {BLOCK}, got {used!r:.80}")
-        return
-    ahead = check_array(state, name, "ahead", np.float32, (None, rows, noise.size))
-    if len(ahead) > BLOCK:
-        raise StateError(f"random_streams/{name}/ahead has {len(ahead)} passes; {BLOCK} are drawn at once")
+            own = state[use]
+            write_streams(noise.streams, own["streams"])
+            if isinstance(noise, NoiseBlocks):
+                noise.write(own["ahead"])
+            else:
+                noise.write(np.arange(len(noise.streams)), own["numbers"], own["used"])

@@ -149,15 +149,20 @@ class NoiseBlocks:
         self._at += 1
         return row
 
-    @property
-    def ahead(self) -> NDArray[np.float32]:
-        """float32 (passes, envs, size): numbers drawn and not used yet; a view."""
-        return self._block[self._at :]
+    def read(self) -> dict[str, Any]:
+        """Return "ahead", float32 (passes, envs, size): numbers drawn and not used yet."""
+        return {"ahead": self._block[self._at :].copy()}
 
-    @ahead.setter
-    def ahead(self, numbers: NDArray[np.float32]) -> None:
-        self._at = BLOCK - len(numbers)
-        self._block[self._at :] = numbers
+    def check(self, name: str, state: Any, rows: int) -> None:
+        """Raise `StateError` unless `state`, called `name`, is that of `rows` rows of such numbers."""
+        ahead = check_array(state, name, "ahead", np.float32, (None, rows, self.size))
+        if len(ahead) > BLOCK:
+            raise StateError(f"random_streams/{name}/ahead has {len(ahead)} passes; {BLOCK} are drawn at once")
+
+    def write(self, ahead: NDArray[np.float32]) -> None:
+        """Continue from the state of `read`."""
+        self._at = BLOCK - len(ahead)
+        self._block[self._at :] = ahead
 
     def _refill(self) -> None:
         shape = (BLOCK, self._block.shape[2])

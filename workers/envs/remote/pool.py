@@ -18,7 +18,7 @@ from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.chunks.spaces import Spaces, spaces_from_json
 from headrace.schemas.errors import ConfigError, DecodeError, EnvError, EnvHostLostError
-from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
+from headrace.schemas.frames.wire import MessageKind, WireMessage, decode
 from headrace.schemas.messages import Fenced, Message, Reject, read
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root, write_actions
@@ -102,7 +102,7 @@ class RemotePool(PoolBackend):
                     raise EnvError(f"{message}; check env and env_config there") from failure.error
                 self.rebuild(failure.lane)
             if on_wait is not None:
-                on_wait(self.endpoint)
+                on_wait(self._router_port.endpoint)
 
     # -- what lanes see and do ----------------------------------------------------------------------------------------
 
@@ -110,16 +110,6 @@ class RemotePool(PoolBackend):
     def _arrays(self) -> RemoteColumns:
         assert self._columns is not None, "the first host has told its spaces"
         return self._columns
-
-    @property
-    def endpoint(self) -> str:
-        """The address at which env hosts connect."""
-        return self._router_port.endpoint
-
-    @property
-    def hosts(self) -> list[str]:
-        """The names of the connected hosts, spare ones too."""
-        return [host.name for host in self._places.hosts.values()]
 
     @property
     def env_hosts(self) -> EnvHostsHere:
@@ -311,15 +301,11 @@ class RemotePool(PoolBackend):
 
     def _send_orders(self, host: EnvHostPeer, places: Sequence[int]) -> None:
         """Send or repeat the orders under way at `places`. An order not sent is repeated after a heartbeat."""
-        if not places:
-            return
-        self._send(host.route, encode_orders(host, places, self._arrays))
+        if places:
+            self._router_port.send(host.route, encode_orders(host, places, self._arrays))
 
     def _say(self, route: bytes, message: Message) -> None:
-        self._send(route, message.frames())
-
-    def _send(self, route: bytes, frames: list[Buffer]) -> None:
-        self._router_port.send(route, frames)
+        self._router_port.send(route, message.frames())
 
     def close(self) -> None:
         """Release all hosts. They close their envs themselves. May be called twice."""

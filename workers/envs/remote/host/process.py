@@ -97,10 +97,6 @@ class EnvHost:
         self._welcome: EnvHostWelcome | None = None
         self._begin_life()
 
-    @property
-    def _endpoint(self) -> str:
-        return self._place.endpoint
-
     def _begin_life(self) -> None:
         self._life = secrets.token_hex(8)
         self._speak_at = self._heard_at = time.monotonic()
@@ -125,7 +121,7 @@ class EnvHost:
         if self._place.observe(self._link.is_connected, now) is not None or self._leaves(now):
             self._end_life()
             self._link.close()
-            self._link = WorkerLink(self._endpoint, self._keys)
+            self._link = WorkerLink(self._place.endpoint, self._keys)
         if self._place.ended is not None:
             raise self._link.refusal() or self._place.ended
 
@@ -168,9 +164,9 @@ class EnvHost:
             self._take(decode(frames))
         except DecodeError as error:
             if error.reason == "version_mismatch":
-                raise refusal(error.reason, f"worker at {self._endpoint}: {error.detail}") from error
+                raise refusal(error.reason, f"worker at {self._place.endpoint}: {error.detail}") from error
             log.warning(
-                "a message from the worker at %s cannot be used (%s); restarting the envs", self._endpoint, error
+                "a message from the worker at %s cannot be used (%s); restarting the envs", self._place.endpoint, error
             )
             self._end_life()
 
@@ -186,7 +182,7 @@ class EnvHost:
                     "lending %d envs to worker %d at %s",
                     self._config.num_envs,
                     self._welcome.worker_index,
-                    self._endpoint,
+                    self._place.endpoint,
                 )
             case MessageKind.ENV_ORDERS if self._envs is not None:
                 orders = read(EnvOrders, message.header)
@@ -195,14 +191,16 @@ class EnvHost:
             case MessageKind.FENCED if self._envs is not None:
                 why = one_line(read(Fenced, message.header).detail)
                 log.warning(
-                    "the worker at %s has ended this life of the envs (%s); restarting them", self._endpoint, why
+                    "the worker at %s has ended this life of the envs (%s); restarting them", self._place.endpoint, why
                 )
                 self._end_life()
             case MessageKind.REJECT:
                 reject = read(Reject, message.header)
-                log.warning("refused by the worker at %s: %s", self._endpoint, reject.detail)
+                log.warning("refused by the worker at %s: %s", self._place.endpoint, reject.detail)
                 if reject.fatal:
-                    raise refusal(reject.code, f"the worker at {self._endpoint} refuses this env host: {reject.detail}")
+                    raise refusal(
+                        reject.code, f"the worker at {self._place.endpoint} refuses this env host: {reject.detail}"
+                    )
 
     def _answer(self, messages: list[list[Buffer]]) -> None:
         for frames in messages:
