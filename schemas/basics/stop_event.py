@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -18,10 +18,8 @@ class StopEvent(threading.Event):
 
 
 @contextmanager
-def stop_event(wake: Callable[[], None] = lambda: None) -> Iterator[StopEvent]:
+def stop_event() -> Iterator[StopEvent]:
     """Give an event that the first SIGTERM or Ctrl-C sets. A second signal acts as it did before this block.
-
-    The handler calls `wake` too, which must take no lock that the main thread may hold.
 
     A process that was started with SIGTERM blocked takes no notice of SIGTERM: its supervisor stops it by SIGINT.
     """
@@ -32,9 +30,8 @@ def stop_event(wake: Callable[[], None] = lambda: None) -> Iterator[StopEvent]:
         stopping.came = signal.Signals(number).name
         if frame is not None:
             stopping.came += f", which came in {frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        restore()  # first: `set` waits for a lock that the main thread may hold
         stopping.set()
-        wake()
-        restore()
 
     before = {number: signal.signal(number, on_signal) for number in numbers}
 
