@@ -30,6 +30,7 @@ while True:
         over = terminated or truncated
     client.end_episode(episode, observation, truncated=not terminated)
     print("played", flush=True)
+    sys.stdin.readline()  # until both have played: one alone may reach the goal
 """
 
 
@@ -42,7 +43,9 @@ def test_client_fragments_train_and_books_balance_though_a_client_is_killed(tmp_
         command += ["--set", setting]
     endpoint = f"tcp://127.0.0.1:{free_port}"
     clients = [
-        subprocess.Popen([sys.executable, "-c", CARTS, endpoint, str(index)], stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", CARTS, endpoint, str(index)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         for index in range(2)
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as fleet:
@@ -50,6 +53,11 @@ def test_client_fragments_train_and_books_balance_though_a_client_is_killed(tmp_
             for client in clients:
                 assert client.stdout is not None
                 assert client.stdout.readline() == b"played\n"
+            for client in clients:
+                assert client.stdin is not None
+                client.stdin.close()
+            assert clients[0].stdout is not None
+            assert clients[0].stdout.readline() == b"played\n"
             clients[0].kill()
             told, _ = fleet.communicate(timeout=TIMEOUT_S)
         finally:
