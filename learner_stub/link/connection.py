@@ -36,8 +36,8 @@ _PUMPED: weakref.WeakSet[Pumpable] = weakref.WeakSet()
 
 
 @dataclass(slots=True)
-class Known:
-    """What the stream and the publisher of one learner know together."""
+class SharedState:
+    """The state that the stream and the publisher of one learner share."""
 
     published: Sequence[Version] = ()
     """The newest version that the learner published, as each of its brokers names it."""
@@ -51,7 +51,7 @@ class Known:
             self.weights = message.weight_shapes, message.weight_kinds
 
 
-_KNOWN: defaultdict[str, Known] = defaultdict(Known)
+_SHARED: defaultdict[str, SharedState] = defaultdict(SharedState)
 
 
 class Pumpable(Protocol):
@@ -113,7 +113,7 @@ def forget_token(token: str) -> None:
     """Forget the token of a closed stream, so that the next connection to its brokers is a new learner."""
     _STREAMING.discard(token)
     _OLDER.pop(token, None)
-    forget_known(token)
+    forget_shared(token)
     _forget_endpoints(token)
 
 
@@ -136,15 +136,15 @@ def pump_together(member: Pumpable) -> None:
             other.pump()
 
 
-def known(token: str) -> Known:
-    """Return what the learner with `token` knows."""
-    return _KNOWN[token]
+def shared(token: str) -> SharedState:
+    """Return the state of the learner with `token`."""
+    return _SHARED[token]
 
 
-def forget_known(token: str) -> None:
-    """Forget what the learner with `token` knows if no stream of it is open: the next fleet may be another one."""
+def forget_shared(token: str) -> None:
+    """Forget the state of the learner with `token` if no stream of it is open: the next fleet may be another one."""
     if token not in _STREAMING:
-        _KNOWN.pop(token, None)
+        _SHARED.pop(token, None)
 
 
 def warn_of_threads(workers_here: int) -> None:

@@ -235,7 +235,7 @@ class BrokerWeights:
         self._fleet_id = welcome.fleet_id
         self.epoch = welcome.epoch
         self._share_memory(shared=welcome.maps_weights and is_own_address(self.link.endpoint))
-        connection.known(self.link.token).learn_weights(welcome)
+        connection.shared(self.link.token).learn_weights(welcome)
         if self._arrays is None and welcome.published[0] == self.epoch:
             # of an earlier publisher of this process; workers ignore a version that is not newer
             self.seq = welcome.published[1]
@@ -254,7 +254,7 @@ class BrokerWeights:
         self.epoch = status.epoch
         if self.acknowledged == (self.epoch, self.seq):
             self._lacks(status.published)
-        connection.known(self.link.token).learn_weights(status)
+        connection.shared(self.link.token).learn_weights(status)
         if status.refused is not None and status.refused.version > max(self._told_of, (self.epoch, 0)):
             self._refused = status.refused
 

@@ -69,7 +69,7 @@ class WeightPublisher:
         peer_keys = client_keys(keys, "learner", run_dir)
         sources = address_sources(run_dir, rendezvous, len(endpoints))
         self.token = connection.process_token(endpoints)
-        self._forget_published = weakref.finalize(self, connection.forget_known, self.token)
+        self._forget_published = weakref.finalize(self, connection.forget_shared, self.token)
         self._brokers: list[BrokerWeights] = []
         for number, (address, source) in enumerate(zip(endpoints, sources, strict=True)):
             place = FleetPlace(address, "learner", source, says_waiting=False)  # the stream says it
@@ -129,12 +129,12 @@ class WeightPublisher:
         method raises it once the new one is sent; a waiting stream raises it too. Workers go on with the weights that
         they have.
         """
-        with connection.known(self.token).time_spent.part("publish"):
+        with connection.shared(self.token).time_spent.part("publish"):
             arrays, seq = _as_sent(array_views(state_dict)), self.seq + 1
-            if told := connection.known(self.token).weights:
+            if told := connection.shared(self.token).weights:
                 arrays = fit_published(arrays, *told)
             self._check_finite(arrays, allow_non_finite)
-            connection.known(self.token).published = [(broker.epoch, seq) for broker in self._brokers]
+            connection.shared(self.token).published = [(broker.epoch, seq) for broker in self._brokers]
             self._publishing = True
             try:
                 # The broker hears from the stream how much to sample before it gets the weights.
@@ -157,7 +157,7 @@ class WeightPublisher:
         Raises `ValueError` for a name that is not 1 to 100 printable ASCII characters, for a value that is no number,
         and for more than 128 values.
         """
-        with connection.known(self.token).time_spent.part("publish"):
+        with connection.shared(self.token).time_spent.part("publish"):
             for broker in self._brokers:
                 if broker.epoch:
                     broker.rows.add(metrics, broker.epoch, self.seq, time.time())

@@ -63,7 +63,7 @@ class BrokerStream:
     @property
     def published(self) -> Version:
         """Return the newest version that this process published to this broker; (0, 0) before the first."""
-        published = connection.known(self.link.token).published
+        published = connection.shared(self.link.token).published
         return published[self.link.number] if self.link.number < len(published) else (0, 0)
 
     @property
@@ -143,7 +143,7 @@ class BrokerStream:
             elif kind in _CONTROL:
                 message = read(_CONTROL[kind], header)
                 if isinstance(message, LearnerWelcome | Status):
-                    connection.known(self.link.token).learn_weights(message)
+                    connection.shared(self.link.token).learn_weights(message)
                 if isinstance(message, Status):
                     connection.warn_of_threads(message.workers_here)
                 if isinstance(message, Reject) and self.link.disowns(message):
@@ -156,7 +156,7 @@ class BrokerStream:
 
 def _figures(token: str, lag: LagMonitor) -> LearnerFigures:
     return LearnerFigures(
-        time_spent=connection.known(token).time_spent.seconds(),
+        time_spent=connection.shared(token).time_spent.seconds(),
         consumed_lag=lag.counts,
         usage=own_usage(),
         torch_threads=torch_threads(),

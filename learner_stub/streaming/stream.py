@@ -150,7 +150,7 @@ class EpisodeStream:
             )
             link = BrokerLink(place, peer_keys, self.token, number)
             self._brokers.append(BrokerStream(link, limits, *places[number], warn_lag))
-        self._time = connection.known(self.token).time_spent = TimeSpent()
+        self._time = connection.shared(self.token).time_spent = TimeSpent()
         self._time.start()
         self._updates = UpdateSize(steps_per_update, auto_commit=auto_commit)
         self._published = self._newest_published()

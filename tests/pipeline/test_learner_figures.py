@@ -113,11 +113,11 @@ def test_stream_and_publisher_measure_a_custom_learner_without_extra_code(
         assert found.keys() == {labelled(LEARNER_TIME, "part", part) for part in LEARNER_PARTS}
         assert sum(found.values()) == pytest.approx(1.0)
         earliest = time.monotonic()
-        seconds = connection.known(stream.token).time_spent.seconds()
+        seconds = connection.shared(stream.token).time_spent.seconds()
         assert earliest - opened <= sum(seconds.values()) <= time.monotonic() - before
         assert min(seconds.values()) > 0, seconds
         token = stream.token
-    assert connection.known(token).time_spent is NOT_MEASURED
+    assert connection.shared(token).time_spent is NOT_MEASURED
     wait_until(lambda: not shares(broker), "no shares of a learner that is gone")
     assert consumed(broker) == cumulated(expected)
 

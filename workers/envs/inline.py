@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import gymnasium as gym
@@ -20,7 +19,7 @@ from headrace.workers.envs.checks import own_info, take_reset_apart
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator, naming_what_failed
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.lane import close_envs
+from headrace.workers.envs.lane import EnvSlot, close_envs
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.ownership import free
@@ -30,24 +29,6 @@ from headrace.workers.envs.spaces import spaces_of
 
 if TYPE_CHECKING:
     from headrace.workers.envs.vector_env import UserVectorEnvs
-
-
-@dataclass(slots=True, eq=False)
-class EnvSlot:
-    """The env of one lane, None while the lane has none, and its bound `step`."""
-
-    index: int
-    env: Any = None
-    step: Any = None
-
-    def adopt(self, env: Any) -> None:
-        """Take a newly built env."""
-        self.env, self.step = env, env.step
-
-    def release(self) -> Any:
-        """Return the env, and leave the slot empty."""
-        env, self.env, self.step = self.env, None, None
-        return env
 
 
 class EnvKind(Protocol):

@@ -98,6 +98,24 @@ class Lane:
         self.episode = episode
 
 
+@dataclass(slots=True, eq=False)
+class EnvSlot:
+    """The env of one lane, None while the lane has none, and its bound `step`."""
+
+    index: int
+    env: Any = None
+    step: Any = None
+
+    def adopt(self, env: Any) -> None:
+        """Take a newly built env."""
+        self.env, self.step = env, env.step
+
+    def release(self) -> Any:
+        """Return the env, and leave the slot empty."""
+        env, self.env, self.step = self.env, None, None
+        return env
+
+
 def close_envs(envs: Iterable[Any], timeout_s: float | None = None) -> None:
     """Close each env in a thread of its own, all within 5 s, or `timeout_s`. Log errors and timeouts as warnings.
 

@@ -14,8 +14,7 @@ from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.checks import take_apart
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator
-from headrace.workers.envs.inline import EnvSlot
-from headrace.workers.envs.lane import close_envs
+from headrace.workers.envs.lane import EnvSlot, close_envs
 from headrace.workers.envs.ownership import EnvLife, claim, free
 from headrace.workers.envs.rendering import render_at
 

@@ -32,7 +32,7 @@ class CallMark:
         self.elsewhere: Callable[[], str] = str
         """Says which call has been in progress longest in other processes or on env hosts; "" while none is."""
         self.is_slow = True
-        """Whether the last poll was slow, so that `between` is to be called after each step of this one."""
+        """True if the last poll was slow: `between` is then called after each step of this one."""
         self._error: Exception | None = None
         self._spoken_at = self._polled_at = 0.0
 

@@ -25,7 +25,7 @@ from headrace.workers.envs.checks import take_apart, take_reset_apart
 from headrace.workers.envs.context import StepFailedRecreateEnv
 from headrace.workers.envs.driver import own_driver
 from headrace.workers.envs.error_text import seed_hint
-from headrace.workers.envs.inline import EnvSlot
+from headrace.workers.envs.lane import EnvSlot
 from headrace.workers.envs.native.creators import Seeding, seeding_of
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.sequential_step import step_all
