@@ -333,8 +333,8 @@ def test_doctor_passes_this_machine_and_fails_a_taken_port(tmp_path: Path) -> No
         port = holder.getsockname()[1]
         sick = headrace("doctor", "--run-dir", str(tmp_path), "--set", f"broker.port={port}")
     assert sick.returncode == 1
-    (line,) = [line for line in sick.stdout.splitlines() if line.startswith("fail")]
-    assert "worker port" in line
+    # The broker's other ports follow on this one. Any program of this machine may hold one of them.
+    (line,) = [line for line in sick.stdout.splitlines() if line.startswith("fail  worker port")]
     assert "choose another broker.port" in line
 
 
