@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 
 from headrace.broker.batches.limits import RECONCILE_WAIT_S, BrokerState
-from headrace.broker.files.books_file import BooksFile
+from headrace.broker.files.books_file import BooksFile, EndedLives
 from headrace.broker.files.rendezvous_file import note_stopped
 from headrace.broker.files.state_file import BrokerFile, Endpoints, read_broker_file, write_broker_file
 from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, StartingPoint, choose_checkpoint
@@ -37,7 +37,7 @@ from headrace.deploy.report.progress import STALE_S
 from headrace.deploy.run.annexes import part
 from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.deploy.run.evaluation_log import EvaluationLog
-from headrace.deploy.run.goal import RunNumbers
+from headrace.deploy.run.goal import RunNumbers, steps_at_start
 from headrace.deploy.run.ports import (
     client_endpoints,
     env_endpoints,
@@ -222,7 +222,7 @@ class Fleet:
         self._obituary_sender = ObituarySender(self.loop, at, self.fleet_id, recorders, keys)
         self._obituary_sender.send_unrecorded(
             self.snapshot or Snapshot(),
-            BooksFile(self.run_dir.path, self.fleet_id).read(),
+            self._ended_lives(),
             self._starting_point.settled,
             range(self.config.fleet.workers),
         )
@@ -321,7 +321,7 @@ class Fleet:
             return
         self._process_reporter = ProcessReporter(url, self.fleet_id, self.processes, self._lease)
         self._choose_checkpoint(url)
-        steps = max(self.numbers().steps, self.record.content.env_steps)  # an empty Redis lacks them at first
+        steps = steps_at_start(self.snapshot or Snapshot(), self._ended_lives(), self.run_dir.recorders)
         self.numbers_before = replace(self.numbers(), steps=steps)
 
     def _await_books(self, poller: SnapshotPoller, url: str) -> None:
@@ -330,6 +330,9 @@ class Fleet:
         self.wait(lambda: poller.snapshot is not None, BOOKS_DEADLINE_S, where)
         if poller.snapshot is None and not self.stop_asked and self.supervisor.failure is None:
             raise RedisUnavailableError(url, poller.error, BOOKS_DEADLINE_S)
+
+    def _ended_lives(self) -> EndedLives:
+        return BooksFile(self.run_dir.path, self.fleet_id).read()
 
     def _choose_checkpoint(self, url: str) -> None:
         """Choose the newer of the checkpoints here and in Redis for the learner. Then keep a copy in Redis."""

@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from headrace.broker.files.books_file import EndedLives
+from headrace.deploy.process.recorders import recorders_in
+from headrace.deploy.run.redis_view import Snapshot
+from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.settings.config import FleetSection
 
 EPISODES_NEEDED = 100
@@ -64,6 +69,30 @@ def show_return(value: float) -> str:
         return f"{value:.1f}"
     decimals = 3 - math.floor(math.log10(abs(value)))
     return f"{value:.{min(max(decimals, 1), 8)}f}"
+
+
+def steps_at_start(snapshot: Snapshot, ended: EndedLives, recorders: Path) -> int:
+    """Return the env steps of all earlier runs in a run directory, before this one starts anything.
+
+    `snapshot` is the fleet's state in Redis. `ended` has the lives of books.json, which an empty Redis lacks. A worker
+    that was killed with its broker may have taken steps that are only in its recorder.
+    """
+    told = {life: counts.get(_STEPS, 0) for life, counts in snapshot.sources.items()}
+    steps = snapshot.totals.get(_STEPS, 0)
+    rows = {(row.slot, row.incarnation): row for row in ended.rows}
+    for life, row in rows.items():
+        if not snapshot.is_folded(life):
+            steps += max(0, row.totals.steps_of_envs - told.get(life, 0))
+    for slot, lives in ended.folded.items():
+        known = sum(count for life, count in told.items() if life[0] == slot and life[1] in lives)
+        known += snapshot.folded[slot].row.totals.steps_of_envs if slot in snapshot.folded else 0
+        steps += max(0, lives.row.totals.steps_of_envs - known)
+    for life, path in recorders_in(recorders):
+        reading = read_recorder(path)
+        is_folded = snapshot.is_folded(life) or (life[0] in ended.folded and life[1] in ended.folded[life[0]])
+        if reading is not None and life not in rows and not is_folded:
+            steps += max(0, reading.totals.steps_of_envs - told.get(life, 0))
+    return steps
 
 
 @dataclass(frozen=True)
