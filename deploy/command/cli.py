@@ -21,7 +21,6 @@ import orjson
 import typer
 
 from headrace.deploy.command import keys_command, monitoring_commands, redis_command, role_commands
-from headrace.deploy.command.entry import lacks_memory
 from headrace.deploy.command.option_table import command
 from headrace.deploy.process.exit_record import exit_record_path, write_exit_record
 from headrace.deploy.process.service_manager import service_manager
@@ -63,7 +62,7 @@ def main() -> None:
     try:
         command_line()()
     except Exception as error:
-        told = error if isinstance(error, HeadraceError) else _lack_of(error)
+        told = error if isinstance(error, HeadraceError) else machine_error(error)
         if told is None:
             raise
         if wants_tracebacks():
@@ -75,15 +74,6 @@ def main() -> None:
         if end.code in (ExitCode.OK, ExitCode.USAGE):
             write_exit_record(exit_record_at, int(end.code))
         raise
-
-
-def _lack_of(error: Exception) -> HeadraceError | None:
-    """Return the error for what this machine does not give: memory, descriptors, a disk. None for any other error."""
-    if isinstance(error, MemoryError | ImportError) and lacks_memory(error):
-        what = f" ({error})" if str(error) else ""
-        advice = "raise its limit, or give it less to do: fewer envs, say"
-        return HeadraceError(f"this process can get no more memory{what}; {advice}")
-    return machine_error(error)
 
 
 @functools.cache

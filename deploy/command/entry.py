@@ -28,9 +28,6 @@ _PATIENCE_S = 2.0
 _PATIENCE_OF_UP_S = 10.0
 """`headrace up` runs no env, but a logger of the user's may have a file to send: it gets as long as for its `close`."""
 
-_NO_MEMORY = ("failed to map segment from shared object", "Cannot allocate memory", "cannot allocate memory")
-"""Words of the dynamic loader and the kernel. They say that a limit leaves no memory."""
-
 _UNWRITABLE = 120
 """Python's exit code where output cannot be written."""
 
@@ -69,20 +66,16 @@ def main() -> None:
     sys.exit(status)  # type: ignore[arg-type]  # Python reports output that cannot be written, or a message
 
 
-def lacks_memory(error: Exception) -> bool:
-    """Return whether the error says that a limit leaves no memory, for example for a library such as torch's."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)
-
-
 def _import_command_line() -> Callable[[], None]:
     """Return the command line. Where a limit leaves no memory for its imports, end with a sentence."""
     try:
         from headrace.deploy.command.cli import main as run_command
     except (ImportError, MemoryError, OSError) as error:
-        if not lacks_memory(error):
+        from headrace.schemas.errors import machine_error
+
+        if (told := machine_error(error)) is None:
             raise
-        seen = str(error).strip().rpartition("\n")[2] or "MemoryError"
-        sys.exit(f"error: a limit leaves this process no memory to start ({seen}); raise it (ulimit -v)")
+        sys.exit(f"error: {told}")
     return run_command
 
 

@@ -152,14 +152,23 @@ def write_error(path: str, error: OSError, what: str = "", done: str = "written"
 def machine_error(error: Exception) -> HeadraceError | None:
     """Return the error for what the machine refused, at the edge of a process; None for any other error.
 
-    A restart cures a process that has used up its descriptors, so the exit code is FAILURE.
+    It may be memory, descriptors or a disk. A restart cures a lack of the first two, so their exit code is FAILURE.
     """
     number = getattr(error, "errno", None)  # of an OSError, or ZeroMQ's
+    if isinstance(error, MemoryError) or (isinstance(error, ImportError | OSError) and _lacks_memory(str(error))):
+        seen = str(error).strip().rpartition("\n")[2] or type(error).__name__
+        advice = "raise its limit (ulimit -v), or give it less to do: fewer envs, say"
+        return HeadraceError(f"this process can get no more memory ({seen}); {advice}")
     if number in (errno.EMFILE, errno.ENFILE):
         return HeadraceError(f"this process can open no more files and sockets ({error}); {_REMEDIES[number]}")
     if isinstance(error, OSError) and (number in NO_ROOM or number in _REMEDIES):
         return write_error(str(error.filename or "the disk"), error, "a file of the run", "used")
     return None
+
+
+def _lacks_memory(said: str) -> bool:
+    """Return whether the dynamic loader or the kernel said that a limit leaves no memory, as for torch's libraries."""
+    return "failed to map segment from shared object" in said or "annot allocate memory" in said
 
 
 @contextmanager

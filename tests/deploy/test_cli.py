@@ -234,7 +234,7 @@ def test_a_lack_of_memory_for_the_imports_is_one_sentence(
     monkeypatch.setitem(sys.modules, "headrace.deploy.command.cli", NoRoom())  # type: ignore[arg-type]
     with pytest.raises(SystemExit) as caught:
         entry._import_command_line()
-    assert str(caught.value.code).startswith(f"error: a limit leaves this process no memory to start ({said}")
+    assert str(caught.value.code).startswith(f"error: this process can get no more memory ({said}")
     assert "\n" not in str(caught.value.code)
 
 
