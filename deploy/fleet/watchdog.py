@@ -29,7 +29,7 @@ def why_silent(reading: Reading | None, lived_s: float, now_ns: int, lease_s: fl
     """Return what to log about a silent worker; None when it is not silent."""
     if reading is None:
         return why_without_sign(lived_s, first_sign_s)
-    silent_s, allowed_s = seconds_of_silence(reading, now_ns)
+    silent_s, allowed_s = seconds_of_silence(reading.updated_ns, reading.silent_until_ns, reading.watched, now_ns)
     if silent_s - allowed_s <= lease_s:
         return None
     in_call = reading.watched.in_words(now_ns, reading.updated_ns)

@@ -230,7 +230,7 @@ def _of_worker(record: HealthRecord) -> Signs:
     if pulse is None:
         return None, None
     now_ns = time.monotonic_ns()
-    silent_s, allowed_s = seconds_of_silence(pulse, now_ns)
+    silent_s, allowed_s = seconds_of_silence(pulse.updated_ns, pulse.silent_until_ns, pulse.watched, now_ns)
     return silent_s - allowed_s, (now_ns - pulse.stepped_ns) / 1e9 if pulse.stepped_ns else None
 
 

@@ -8,12 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
-
-if TYPE_CHECKING:
-    from headrace.schemas.accounts.recorder import Reading
 
 MAGIC = 0x4452_4F43_4552_5248
 LAYOUT = 2
@@ -71,16 +67,15 @@ class WatchedCall:
         return self.call.in_words((now_ns - since_ns) / 1e9) if self.call is not None else ""
 
 
-def seconds_of_silence(signs: Pulse | Reading, now_ns: int) -> tuple[float, float]:
+def seconds_of_silence(updated_ns: int, silent_until_ns: int, watched: WatchedCall, now_ns: int) -> tuple[float, float]:
     """Return (seconds since the last sign of life, how many of them are no silence).
 
     A call that keeps the interpreter's lock allows no sign, so a worker in a call may be silent for the call's limit.
     """
-    watched = signs.watched
-    silent_s = (now_ns - max(signs.updated_ns, watched.beat_ns)) / 1e9
+    silent_s = (now_ns - max(updated_ns, watched.beat_ns)) / 1e9
     if watched.is_overdue:
         return silent_s, 0.0
-    if now_ns <= signs.silent_until_ns:
+    if now_ns <= silent_until_ns:
         return silent_s, silent_s
     return silent_s, min(silent_s, watched.call.limit_s) if watched.call is not None else 0.0
 

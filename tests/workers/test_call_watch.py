@@ -140,4 +140,5 @@ def test_a_recorder_without_these_words_has_no_call(watched: Watched) -> None:
     assert reading is not None
     assert pulse is not None
     assert reading.watched == pulse.watched == WatchedCall()
-    assert seconds_of_silence(pulse, pulse.updated_ns + 10**9) == (1.0, 0.0)
+    now_ns = pulse.updated_ns + 10**9
+    assert seconds_of_silence(pulse.updated_ns, pulse.silent_until_ns, pulse.watched, now_ns) == (1.0, 0.0)
