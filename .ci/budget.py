@@ -44,6 +44,7 @@ def main() -> int:
         if count > most.get(name, count):
             wrong.append(f"{name}: {count - most[name]:,} more than {most[name]:,}")
     if wrong:
+        print("Cut as much elsewhere, or raise the number in .ci/budget.toml and say in the commit why.")
         print(f"FAILED .ci/budget.toml: {'; '.join(wrong)}")
     return 1 if wrong else 0
 
