@@ -102,7 +102,8 @@ def _observations(facts: Facts) -> Iterator[Observation]:
     yield from process_checks.not_ready(facts, states)
     if facts.redis_error:
         return
-    yield from stream_checks.no_worker(facts)
+    if facts.processes or is_known:  # before that, nothing is known of the fleet
+        yield from stream_checks.no_worker(facts)
     if is_known and not facts.snapshot.gauges:
         yield _no_reports(facts)
     elif facts.processes or is_known:

@@ -444,6 +444,10 @@ AFRESH = {"started_unix_s": NOW - 5}
 EMPTY = Snapshot(fleet_id="demo")
 CHECKS = process("supervisor", "supervisor", state="starting")
 FINE = {
+    "nothing has reported yet": (
+        by_redis_alone(healthy(processes={}, snapshot=Snapshot(fleet_id="demo"))),
+        "Starting: processes start",
+    ),
     "learns": (healthy(), "Learning. Nothing lost."),
     "waits a little": (stalled(4.0), "Waiting for the learner to commit what it holds; .* for 4 s. Nothing lost."),
     "waits for a learner that has just connected": (
