@@ -5,7 +5,9 @@ PYTHONPATH=tests python -m bench.run --only observations
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import tempfile
 from importlib.util import find_spec
 from typing import Any
 
@@ -87,7 +89,8 @@ def _shares(seconds: float, rounds: int) -> list[Row]:
         "env and actions": _env_and_policy(module, module.numpy_act().choose),
         "headrace": ours,
     }
-    turns = loops_in_turns(loops, seconds / 8, 8 * rounds)  # an env of MuJoCo varies more than what is to be seen
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # MuJoCo logs to the working folder
+        turns = loops_in_turns(loops, seconds / 8, 8 * rounds)  # an env of MuJoCo varies more than what is to be seen
     return [
         _row("1 HalfCheetah, beside env and policy", turns, "env and policy", 1.0, MOST_SHARE),
         _row("1 HalfCheetah, beside env and actions", turns, "env and actions", 1.0, None),
