@@ -36,10 +36,11 @@ PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
 # What a change is tried on while it is made. A change in annexes alone waits for their tests and for those of the main
 # house. Markers say what is left out; pyproject.toml says what they mean.
 check: $(READY) ## the tests that kill no processes and take no time (under two minutes on 2 cores); ANNEX=slurm: its own
-	$(PYTEST) -m "not (chaos or netns or slow or processes or long or thorough)" $$($(BIN)/python .ci/annex_tests.py $(ANNEX))
+	chosen=$$($(BIN)/python .ci/annex_tests.py $(ANNEX)) && \
+		$(PYTEST) -m "not (chaos or netns or slow or processes or long or thorough)" $$chosen
 
 test: $(READY) ## the tests that decide whether a change goes in; ANNEX=slurm: those of one annex
-	$(PYTEST) -m "not thorough" $(PYTEST_FLAGS) $(if $(ANNEX),$$($(BIN)/python .ci/annex_tests.py $(ANNEX)))
+	chosen=$(if $(ANNEX),$$($(BIN)/python .ci/annex_tests.py $(ANNEX))) && $(PYTEST) -m "not thorough" $(PYTEST_FLAGS) $$chosen
 
 test-long: $(READY) ## all tests, and one round of all benches
 	$(PYTEST) $(PYTEST_FLAGS)

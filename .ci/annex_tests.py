@@ -1,6 +1,6 @@
 """Prints which tests a change waits for, as arguments of pytest.
 
-Usage: python .ci/annex_tests.py [ANNEX]
+Usage: python .ci/annex_tests.py [ANNEX], such as env_hosts
 
 A test file belongs to the annexes whose modules it names; one that names none belongs to the main house. With ANNEX:
 that annex's test files. Without: where this branch and the working tree differ from `main` in files of annexes alone,
@@ -22,7 +22,7 @@ ANNEXES: dict[str, list[str]] = tomllib.loads((ROOT / ".ci" / "budget.toml").rea
 def main() -> int:
     """Print the arguments and return the exit code."""
     if sys.argv[1:]:
-        name = sys.argv[1].replace("_", " ")
+        name = " ".join(sys.argv[1:]).replace("_", " ")
         if name not in ANNEXES:
             print(f"no annex is called {name!r}; there are {', '.join(ANNEXES)}", file=sys.stderr)
             return 2
