@@ -173,3 +173,13 @@ def test_a_logger_that_ends_is_switched_off_and_named(
         thread.offer({}, 1)
         thread._thread.join(60.0)
     assert "logger mine failed and is switched off" in caplog.text
+
+
+def test_an_error_of_an_env_whose_text_cannot_be_read_fails_that_env_alone(caplog: pytest.LogCaptureFixture) -> None:
+    config = with_fault(Ends(Unreadable()), faulty={1}, every=6)
+    with runner(Faulty, num_envs=3, env_config=config) as sampler:
+        sampler.sample(num_timesteps=60)
+        check_books(sampler)
+        assert sampler.totals.env_failures == sampler.totals.env_rebuilds > 0
+    assert "env 1 failed at " in caplog.text
+    assert "(Unreadable: (its message cannot be read: TypeError))" in caplog.text

@@ -105,10 +105,10 @@ class Failure:
 
     def report(self, wait_s: float, attempt: int, attempts: int, *, with_traceback: bool) -> None:
         """Log the failure in one line, and with the traceback if that was not logged before."""
-        error = self.error
+        error, said = self.error, message_of(self.error)  # an error of the user's own may not tell its text
         if self.is_of_host:
             logger.warning(
-                "env %d is gone: %s; %d steps discarded, waiting for a host", self.lane, error, self.discarded
+                "env %d is gone: %s; %d steps discarded, waiting for a host", self.lane, said, self.discarded
             )
             return
         logger.log(
@@ -117,7 +117,7 @@ class Failure:
             self.lane,
             self.at,
             type(error).__name__,
-            f"{error}; {self.hint}" if self.hint else error,
+            f"{said}; {self.hint}" if self.hint else said,
             self.discarded,
             f" in {wait_s:.3g} s" if wait_s else "",
             attempt,
