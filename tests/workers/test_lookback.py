@@ -186,7 +186,7 @@ def test_lookback_that_contradicts_its_batch_is_refused(change: Any, message: st
         over_the_wire(batch)
 
 
-@pytest.mark.parametrize("name", ["lookback/obs", "state_in/h"])
+@pytest.mark.parametrize("name", ["lookback/obs", "state_in/h", "obs", "obs/x", "weights_seq", "rewards", "env_t"])
 def test_a_module_may_not_return_a_column_with_a_reserved_name(name: str) -> None:
     def build(spaces: Any) -> Any:
         module = actor_critic(spaces)

@@ -391,6 +391,24 @@ def test_a_column_must_not_change_its_shape() -> None:
         sampler.sample(num_timesteps=20)
 
 
+@pytest.mark.parametrize("late", [True, False], ids=["comes", "goes"])
+def test_a_column_must_not_come_late_or_be_left_out(late: bool) -> None:
+    """Its other rows would be memory that nobody wrote."""
+    calls = []
+
+    def answer(batch: Any) -> Any:
+        calls.append(1)
+        width = len(batch["obs"])
+        extra = {"x": torch.zeros(width)} if (len(calls) > 3) is late else {}
+        return {"actions": torch.zeros(width, dtype=torch.int64), **extra}
+
+    with (
+        runner(module=lambda spaces: Plain(spaces, answer), num_envs=2) as sampler,
+        pytest.raises(ModuleError, match=r"\['actions'(, 'x')?\] at one step, and \['actions'(, 'x')?\] at another"),
+    ):
+        sampler.sample(num_timesteps=40)
+
+
 @pytest.mark.parametrize("config", [{"activation": "gelu2"}, {"hidden": (0,)}, {"nonsense": 1}])
 def test_bad_module_config_is_a_module_error(config: dict[str, Any]) -> None:
     with pytest.raises(ModuleError):

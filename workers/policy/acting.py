@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.basics.tensor_array import array_of
-from headrace.schemas.chunks.batch import STATE_IN
+from headrace.schemas.chunks.batch import STATE_IN, is_obs_column
 from headrace.schemas.chunks.chunk import LOOKBACK
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
@@ -24,6 +24,7 @@ from headrace.workers.policy.recurrent import Memory
 
 Columns = dict[str, NDArray[Any]]
 
+SAMPLERS_OWN = frozenset(("rewards", "weights_seq", "env_t"))
 _LOGITS = "action_dist_inputs"
 """The column in which an action that is not allowed may have -inf."""
 _FINITE = frozenset(("actions", "actions_for_env", "logp", "values", _LOGITS, OUTPUTS))
@@ -77,6 +78,8 @@ class Actor:
         """The bounds of choices for the env. None before the first pass, and for a module of Headrace's own."""
         self._watched: dict[tuple[bool, bool], list[str]] = {}
         """The columns that must be finite, by (takes the mode, makes all columns), once their form was checked."""
+        self.names: dict[tuple[bool, bool], frozenset[str]] = {}
+        """The names of all columns, by the same."""
 
     def __call__(
         self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None = None, *, whole: bool = True
@@ -100,6 +103,14 @@ class Actor:
             if form not in self._watched:
                 self._check(columns)
                 self._watched[form] = [name for name, column in columns.items() if _must_be_finite(name, column)]
+            if (names := self.names.get(form)) is None:
+                self.names[form] = frozenset(columns)
+            elif columns.keys() != names:  # rows without a value would be memory that nobody wrote
+                was, now = sorted(names), sorted(columns)
+                raise ModuleError(
+                    f"the policy {type(self._module).__name__} answered the columns {was} at one step, and {now} at "
+                    "another; answer the same at each step"
+                )
             for name in self._watched[form]:
                 # One pass, and the usual case. The sum is not finite if one of the numbers is not, or if it overflows.
                 if name in columns and not math.isfinite(np.vdot(columns[name], columns[name])):
@@ -198,7 +209,7 @@ class Actor:
         if not type(self._module).__module__.startswith("headrace."):
             self._limits = ActionLimits(self._spaces.action, root)
         for name, column in columns.items():
-            if name.startswith((LOOKBACK, STATE_IN)):
+            if name.startswith((LOOKBACK, STATE_IN)) or is_obs_column(name) or name in SAMPLERS_OWN:
                 raise ModuleError(f"the policy's column {name!r} has a name that is the runner's own; choose another")
             if column.ndim == 0 or len(column) != self._width:
                 raise ModuleError(f"the policy's column {name!r} has shape {column.shape}, not {self._width} rows")
@@ -223,6 +234,8 @@ class BlockActor:
         self.memory = Memory(module, self._width) if hasattr(module, "initial_state") else None
         self.split = None
         self._blocks = [(lanes, Actor(module, spaces, columns, count_steps, lanes, self.memory)) for lanes in blocks]
+        for _, actor in self._blocks:
+            actor.names = self._blocks[0][1].names
         self._block_of = np.empty(self._width, np.intp)
         for block, lanes in enumerate(blocks):
             self._block_of[lanes] = block

@@ -14,12 +14,10 @@ from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, lea
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.settings.sampling_settings import SamplingSettings
 from headrace.workers.envs.bounds import blank_columns
-from headrace.workers.policy.acting import Actor
+from headrace.workers.policy.acting import SAMPLERS_OWN, Actor
 
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
 """The dtype and shape of one row of a column."""
-
-_SAMPLERS_OWN = frozenset(("rewards", "weights_seq", "env_t"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class PolicyColumns:
         for name, column in batch.columns.items():
             if name.startswith(LOOKBACK):
                 looks_back = True
-            elif not belongs_to_space(name) and name not in _SAMPLERS_OWN:
+            elif not belongs_to_space(name) and name not in SAMPLERS_OWN:
                 own[name] = column.dtype, column.shape[1:]
         for name in sorted(own.keys() | self.kinds.keys()):
             if own.get(name) != self.kinds.get(name):
