@@ -168,7 +168,7 @@ def machine_error(error: Exception) -> HeadraceError | None:
 
 def _lacks_memory(said: str) -> bool:
     """Return whether the dynamic loader or the kernel said that a limit leaves no memory, as for torch's libraries."""
-    return "failed to map segment from shared object" in said or "annot allocate memory" in said
+    return "failed to map segment from shared object" in said or "cannot allocate memory" in said.lower()
 
 
 @contextmanager
