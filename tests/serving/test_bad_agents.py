@@ -166,6 +166,7 @@ def test_nan_in_a_reward_or_an_observation_is_refused(shared: Any) -> None:
     [
         ((1.0,), "rewards should be a dict by agent"),
         (({"green": 1.0},), "'green' in rewards"),
+        (({7: 1.0, "7": 2.0},), "a dict without two agents of the same text"),
         (({"red": float("nan")},), "reward of agent 'red' should be a finite number"),
         (({"red": "much"},), "reward of agent 'red' should be a finite number"),
         (({"grey": 1.0},), "1.0 of agent 'grey', which is done"),

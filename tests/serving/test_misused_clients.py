@@ -19,6 +19,7 @@ SEEN = [0.0, 0.0, 0.0, 0.0]
 LOOP: dict[str, Any] = {}
 LOOP["loop"] = LOOP
 BAD_INFOS = ["text", 5, [], {"a": {1}}, {"a": object()}, {"a": 1j}, {"a": 1 << 70}, {"a": "\udc80"}, {(1, 2): 3}, LOOP]
+BAD_INFOS.append({"a": {1: "one", "1": "other"}})
 
 
 @pytest.fixture(scope="module")

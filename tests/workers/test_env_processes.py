@@ -168,9 +168,10 @@ def test_an_env_without_an_import_path_raises_with_advice(env: Any) -> None:
         EnvProcessPool(configure(env))
 
 
-def test_an_env_config_that_is_no_json_is_a_typed_error() -> None:
+@pytest.mark.parametrize("value", [object(), np.nan, np.array([np.inf])], ids=["object", "nan", "array"])
+def test_an_env_config_that_is_no_json_is_a_typed_error(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"env_config: .* as JSON .*plain values"):
-        EnvProcessPool(configure(env_config={"made": object()}))
+        EnvProcessPool(configure(env_config={"made": value}))
 
 
 def test_the_env_context_has_worker_index_env_index_and_config() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import orjson
 import pytest
 from gymnasium.vector import AutoresetMode
 
@@ -418,13 +421,27 @@ def nested(levels: int) -> Any:
     return value
 
 
+@dataclass
+class Pose:
+    """A value that an env may tell: a dataclass, which JSON holds as an object."""
+
+    speed: float = 1.0
+    at: Any = None
+
+
+class Mode(Enum):
+    UNKNOWN = math.nan
+    FAST = 2.0
+
+
 CYCLE: dict[str, Any] = {}
 CYCLE["a"] = CYCLE
 BAD: list[Any] = [
     object(), {(1, 2): 3}, {1j}, b"x", 1j, math.nan, np.float32(np.inf), np.array([0.0, np.nan]), [1, {"a": -math.inf}],
     "\ud800", 2**64, -(2**63) - 1, CYCLE, nested(INFO_DEPTH), nested(300), np.zeros(2, "M8[s]").astype("V8"),
     np.array([object()]), np.array([math.nan], object), np.zeros(2, complex), np.ones(2, ">f4"), lambda: 1,
-    np.zeros(1, "i4,f4"),
+    np.zeros(1, "i4,f4"), Pose(math.nan), [Pose(1.0, Pose(math.inf))], Pose(at=np.array([np.nan])), Mode.UNKNOWN,
+    np.array([Pose(math.nan)]), {1: "a", "1": "b"}, {True: 1, "true": 2}, {math.nan: 1}, Pose(at={1: 2, "1": 3}),
 ]  # fmt: skip
 
 
@@ -453,6 +470,21 @@ def test_plain_values_are_sent_as_they_are(value: Any) -> None:
         np.testing.assert_array_equal(np.asarray(kept, value.dtype), value)
     else:
         assert kept == value
+
+
+def test_keys_of_an_info_that_are_the_same_text_are_refused() -> None:
+    with pytest.raises(EnvContractError, match="two keys that are the same as text"):
+        told_info({1: "a", "1": "b"})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Pose(2.0, [Pose(), Mode.FAST]), Mode.FAST, np.array(["2020-01-01"], "M8[ns]"), np.array(["2020-01-01"], "M8[D]")],
+    ids=repr,
+)
+def test_a_value_that_json_holds_in_other_words_is_the_same_from_processes(value: Any) -> None:
+    copy, written = told_info({"value": value, 1: 2})
+    assert {str(key): own for key, own in copy.items()} == orjson.loads(written)
 
 
 class Spoils(Moves):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import is_dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from headrace.workers.envs.error_text import brief, message_of
 
 _BOOLS = (bool, np.bool_)
 _FLOATS = (float, np.float64)
+_TEXT = {str}
 _ATOMS = {type(None), bool, int, float, str, *(np.dtype(kind).type for kind in "?bhilqBHILQefd")}
 INFO_DEPTH = DEFAULT_LIMITS.header_depth - 4
 """Most levels of an info. In a message of an env host, infos of several agents lie four levels deep."""
@@ -80,8 +83,7 @@ def told_info(info: Any) -> tuple[dict[str, Any], bytes]:
 
     Raises `EnvContractError` for an info that JSON cannot hold, so that every placement refuses the same ones.
     """
-    if not isinstance(info, dict):
-        raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
+    check_info(info)
     try:
         return _read_info(info)
     except BaseException as error:
@@ -97,19 +99,23 @@ def own_info(info: Any) -> dict[str, Any]:
 
 def _read_info(info: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     written = info_json(info)
-    if b"null" in written or not _ATOMS.issuperset(map(type, info.values())):
-        return _own(info, INFO_DEPTH), written
+    if b"null" in written or not (_ATOMS.issuperset(map(type, info.values())) and _TEXT.issuperset(map(type, info))):
+        return json_copy(info), written
     return dict(info), written
 
 
-def _own(value: Any, levels: int) -> Any:
-    """Return a copy of a value that `info_json` has written."""
+def json_copy(value: Any, levels: int = INFO_DEPTH) -> Any:
+    """Return a copy of a value that orjson has written. Raises `ValueError` for what it has changed in silence."""
     if isinstance(value, dict | list | tuple):
         if not levels:
             raise ValueError(f"nested deeper than {INFO_DEPTH} levels")
         if isinstance(value, dict):
-            return {key: _own(part, levels - 1) for key, part in value.items()}
-        own = [_own(part, levels - 1) for part in value]
+            if not _TEXT.issuperset(map(type, value)):
+                json_copy([*value])
+                if len(orjson.loads(info_json(dict.fromkeys(value)))) < len(value):
+                    raise ValueError("two keys that are the same as text")
+            return {key: json_copy(part, levels - 1) for key, part in value.items()}
+        own = [json_copy(part, levels - 1) for part in value]
         return own if isinstance(value, list) else tuple(own)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufU":
         if value.dtype.kind == "f" and not np.isfinite(value).all():
@@ -119,8 +125,13 @@ def _own(value: Any, levels: int) -> Any:
         raise ValueError(f"{value}, which JSON does not have")
     if type(value) in _ATOMS:
         return value
+    if isinstance(value, Enum):
+        return json_copy(value.value, levels)
+    if isinstance(value, np.ndarray) and value.dtype.kind == "O":
+        return json_copy(value.tolist(), levels)
     # As it arrives from other processes: a date as text, for example.
-    return _own(value.tolist() if isinstance(value, np.ndarray) else orjson.loads(info_json(value)), levels)
+    read = orjson.loads(info_json(value))
+    return json_copy({name: getattr(value, name) for name in read} if is_dataclass(value) else read, levels)
 
 
 def _place_of_bad(value: Any) -> str:

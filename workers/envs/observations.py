@@ -92,12 +92,7 @@ class Observations:
     """
 
     def __init__(
-        self,
-        space: Space,
-        width: int,
-        *,
-        check_bounds: bool,
-        columns: Mapping[str, NDArray[Any]] | None = None,
+        self, space: Space, width: int, *, check_bounds: bool, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> None:
         self.space = space
         self._leaves = [

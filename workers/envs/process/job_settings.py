@@ -13,6 +13,7 @@ from headrace.schemas.errors import ConfigError, missing_env_error
 from headrace.schemas.settings.plugins import load_object
 from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.checks import json_copy
 from headrace.workers.envs.creators import registered_creator
 from headrace.workers.envs.process.control import Command, Phase
 
@@ -38,8 +39,9 @@ def name_env(env: str | Callable[..., Any] | None) -> str:
 def env_config_json(env_config: Mapping[str, Any]) -> bytes:
     """Return `env_config` as JSON for another process. Raises `ConfigError` for values that JSON cannot hold."""
     try:
+        json_copy(env_config)
         return orjson.dumps(env_config, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             f"it cannot be sent to another process as JSON ({error}); give plain values, or env_placement = 'inline'",
             key="env_config",
@@ -104,9 +106,4 @@ def answer_limits(config: EnvRunnerConfig) -> Mapping[Command, float]:
     turn_s = phases[Phase.STEP] + phases[Phase.RESET]
     waiting_s = config.envs_per_process * turn_s + config.env_hosts_lease_s
     building_s = waiting_s + phases[Phase.START] + config.envs_per_process * phases[Phase.CONSTRUCTION]
-    return {
-        Command.STEP: waiting_s,
-        Command.RESET: waiting_s,
-        Command.BUILD: building_s,
-        Command.REBUILD: building_s,
-    }
+    return {Command.STEP: waiting_s, Command.RESET: waiting_s, Command.BUILD: building_s, Command.REBUILD: building_s}

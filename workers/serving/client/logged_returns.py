@@ -76,6 +76,8 @@ class LoggedReturnsByAgent:
         if not isinstance(by_agent, Mapping):
             raise EnvContractError(what, f"{by_agent!r:.80}", "a dict by agent")
         by_text = {str(agent): own for agent, own in by_agent.items()}
+        if len(by_text) < len(by_agent):
+            raise EnvContractError(what, f"{by_agent!r:.80}", "a dict without two agents of the same text")
         for agent in by_text:
             if agent not in self.agents:
                 raise EnvContractError("agent", f"{agent!r:.80} in {what}", f"one of {list(self.agents)!r:.200}")
@@ -144,6 +146,8 @@ def read_info(info: Any, what: str = "info", max_bytes: int = _MAX_INFO_BYTES) -
     except TypeError as error:
         raise EnvContractError(what, f"{error!s:.120}", "a dict that JSON can carry") from error
     read: dict[str, Any] = orjson.loads(written)
+    if orjson.dumps(read).count(b'":') < written.count(b'":'):
+        raise EnvContractError(what, f"{info!r:.80} (two keys that are the same as text)", "a dict that JSON can carry")
     if is_deeper(read, _MAX_INFO_DEPTH) or len(written) > max_bytes:
         seen = f"{len(written)} bytes of JSON"
         raise EnvContractError(what, seen, f"at most {max_bytes} bytes, and {_MAX_INFO_DEPTH} levels deep")
