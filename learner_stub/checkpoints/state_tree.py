@@ -52,8 +52,11 @@ class _Packer:
         if depth > _DEEPEST:
             raise EncodeError(f"the state is nested deeper than {_DEEPEST} levels at {path[:80]!r}")
         if isinstance(value, torch.Tensor):
-            return {"_tensor": self._keep(array_of(value))}
-        if isinstance(value, np.ndarray):
+            try:
+                return {"_tensor": self._keep(array_of(value))}
+            except (TypeError, RuntimeError) as error:
+                raise EncodeError(f"the tensor at {path.strip('/')[:80]!r} cannot be saved: {error}") from error
+        if isinstance(value, np.ndarray) and not np.ma.is_masked(value):
             return {"_array": self._keep(value)}
         if isinstance(value, Mapping):
             return self._pack_dict(value, path, depth)

@@ -304,7 +304,7 @@ def _to_array(name: str, value: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
     """
     if not isinstance(name, str) or not name.isprintable():
         raise EncodeError(f"{name!r:.80} cannot be the name of a tensor: it is no printable text")
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, np.ndarray | np.generic) and not np.ma.is_masked(value):
         return np.asarray(value)
     if not isinstance(value, torch.Tensor):
         kind = type(value).__name__

@@ -225,9 +225,7 @@ def _reading(words: memoryview, watched: WatchedCall) -> Reading:
         dropped=_read_counts(v, _DROPPED),
     )
     settled = Settled(
-        seq=v[_SETTLED_SEQ],
-        committed=(v[_COMMITTED], v[_COMMITTED + 1]),
-        dropped=_read_counts(v, _SETTLED_DROPPED),
+        seq=v[_SETTLED_SEQ], committed=(v[_COMMITTED], v[_COMMITTED + 1]), dropped=_read_counts(v, _SETTLED_DROPPED)
     )
     first = max(settled.seq, totals.seq - WINDOW) + 1
     window = [_read_batch(words, seq) for seq in range(first, totals.seq + 1)]

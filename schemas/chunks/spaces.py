@@ -13,15 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
 
 from headrace.schemas.errors import DecodeError, ModuleError
 from headrace.schemas.frames.wire import ALLOWED_DTYPES, DEFAULT_LIMITS

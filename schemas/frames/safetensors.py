@@ -62,8 +62,9 @@ def encode_safetensors(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str
     end = 0
     for name, array in sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize):
         dtype = array.dtype.newbyteorder("<").str
-        if dtype not in _NAMES:
-            raise EncodeError(f"array {name!r} has dtype {array.dtype}, which a safetensors file cannot hold")
+        if dtype not in _NAMES or np.ma.is_masked(array):
+            odd = "masked elements" if np.ma.is_masked(array) else f"dtype {array.dtype}"
+            raise EncodeError(f"array {name!r} has {odd}, which a safetensors file cannot hold")
         begin, end = end, end + array.nbytes
         header[name] = {"dtype": _NAMES[dtype], "shape": array.shape, "data_offsets": [begin, end]}
         parts.append(np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data)

@@ -96,7 +96,12 @@ def test_the_safetensors_library_and_numpy_read_the_checkpoint(path: Path) -> No
 
 
 def test_an_array_that_the_format_cannot_hold_is_named(path: Path) -> None:
-    for arrays, named in (({"x": np.array([object()])}, "'x' has dtype object"), ({"__metadata__": np.ones(1)}, "__")):
+    masked = np.ma.array([1.0, 2.0], mask=[True, False])
+    for arrays, named in (
+        ({"x": np.array([object()])}, "'x' has dtype object"),
+        ({"x": masked}, "'x' has masked elements"),
+        ({"__metadata__": np.ones(1)}, "__"),
+    ):
         with pytest.raises(EncodeError, match=named):
             save_checkpoint(path, Checkpoint(1, [], {}, arrays))
 

@@ -117,7 +117,13 @@ def test_a_learner_that_was_replaced_cannot_save(tmp_path: Path) -> None:
         first.save(Stream(epoch=1), weights)
 
 
-@pytest.mark.parametrize("value", [object(), {"inner": [{1, 2}]}, lambda: 0, np.array([object()])])
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(), {"inner": [{1, 2}]}, lambda: 0, np.array([object()]), np.ma.array([1.0, 2.0], mask=[True, False]),
+        torch.zeros(1).to(torch.float8_e4m3fn), torch.zeros(1, device="meta"),
+    ],
+)  # fmt: skip
 def test_a_value_that_cannot_be_saved_raises_encode_error(tmp_path: Path, value: Any) -> None:
     with pytest.raises(EncodeError, match=r"cannot be saved|cannot hold"):
         LearnerState(tmp_path).save(Stream(), {"weight": torch.ones(1)}, odd=value)

@@ -217,6 +217,7 @@ def test_what_is_no_state_dict_is_refused_by_name(publisher: WeightPublisher, su
         "sparse": ({"w": eye.to_sparse()}, "tensor 'w'"),
         "meta": ({"w": eye.to("meta")}, "tensor 'w'"),
         "float8": ({"w": eye.to(torch.float8_e4m3fn)}, "tensor 'w' of dtype torch.float8_e4m3fn"),
+        "masked": ({"w": np.ma.array([1.0, 2.0], mask=[True, False])}, "'w' is of type MaskedArray; only tensors"),
         "complex": ({"w": eye.to(torch.complex64)}, "'w' has dtype complex64"),
     }
     for kind, (given, says) in refused.items():

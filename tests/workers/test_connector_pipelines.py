@@ -456,6 +456,9 @@ def test_weights_and_connector_state_are_taken_together_or_not_at_all() -> None:
         bad = {**good, "connectors/env_to_module/0.MeanStd/obs/mean": np.zeros(9)}
         with pytest.raises(ConnectorError, match=r"obs/mean' should be float64 \(3,\), and is float64 \(9,\)"):
             sampler.set_weights({**weights, **bad}, seq=5)
+        masked = {"connectors/env_to_module/0.MeanStd/obs/mean": np.ma.array(np.zeros(3), mask=[True, False, False])}
+        with pytest.raises(ConnectorError, match=r"obs/mean' should be float64 \(3,\), and is masked float64 \(3,\)"):
+            sampler.set_weights({**weights, **good, **masked}, seq=5)
         with pytest.raises(ConnectorError, match="unknown"):
             sampler.set_weights({**weights, **good, "connectors/env_to_module/1.X/y": np.zeros(1)}, seq=5)
         with pytest.raises(ModuleError, match="do not fit"):

@@ -124,10 +124,10 @@ class Pipeline:
         if missing or strange:
             raise ConnectorError(self.key, f"its state lacks {missing[:5]} and has unknown {strange[:5]}")
         for name, array in own.items():
-            other = np.asarray(state[name])
-            if (other.dtype, other.shape) != (array.dtype, array.shape):
-                seen = f"{other.dtype} {other.shape}"
-                raise ConnectorError(self.key, f"state {name!r} should be {array.dtype} {array.shape}, and is {seen}")
+            other = np.asanyarray(state[name])
+            if np.ma.is_masked(other) or (other.dtype, other.shape) != (array.dtype, array.shape):
+                due = f"{array.dtype} {array.shape}"
+                raise ConnectorError(self.key, f"state {name!r} should be {due}, and is {_seen(other)}")
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Set a state that `check_state` accepts. Absent pieces keep their state. Raises `ConnectorError`."""
@@ -167,14 +167,17 @@ class Pipeline:
             raise ConnectorError(self._title(i), f"it gave {names}, not {sorted(expected)}", _describe(rows))
         for name, (dtype, shape) in expected.items():
             column = columns[name]
-            if column.dtype != dtype or column.shape != (n, *shape):
-                seen = f"{column.dtype} {column.shape}"
-                reason = f"its column {name!r} should be {dtype} {(n, *shape)}, and is {seen}"
+            if column.dtype != dtype or column.shape != (n, *shape) or np.ma.is_masked(column):
+                reason = f"its column {name!r} should be {dtype} {(n, *shape)}, and is {_seen(column)}"
                 raise ConnectorError(self._title(i), reason, _describe(rows))
 
 
 def _rows_of(space: Space, root: str) -> _Expected:
     return {name: (column_dtype(leaf), leaf_shape(leaf)) for name, leaf in leaves(space, root)}
+
+
+def _seen(array: NDArray[Any]) -> str:
+    return "masked " * np.ma.is_masked(array) + f"{array.dtype} {array.shape}"
 
 
 def _describe(given: Any) -> str:

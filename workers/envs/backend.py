@@ -94,10 +94,7 @@ class EnvBackend(Protocol):
         """Return the lane's env, a placeholder where the env is out of reach, or None if the lane has none yet."""
 
     def step_async(
-        self,
-        lanes: Sequence[int] | None,
-        columns: Mapping[str, NDArray[Any]],
-        next_seeds: NextSeeds | None = None,
+        self, lanes: Sequence[int] | None, columns: Mapping[str, NDArray[Any]], next_seeds: NextSeeds | None = None
     ) -> None:
         """Have `lanes` (None: all) step with their rows of the policy's action columns, each (width, *shape).
 

@@ -150,10 +150,7 @@ class InlineEnvs(EnvBackend):
         return self._envs.slots[lane].env
 
     def step_async(
-        self,
-        lanes: Sequence[int] | None,
-        columns: Mapping[str, NDArray[Any]],
-        next_seeds: NextSeeds | None = None,
+        self, lanes: Sequence[int] | None, columns: Mapping[str, NDArray[Any]], next_seeds: NextSeeds | None = None
     ) -> None:
         """Set the actions of `lanes` (None: all) for the next `step`. There are no `next_seeds`."""
         slots = self._envs.slots

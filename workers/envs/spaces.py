@@ -8,22 +8,14 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunks.spaces import (
-    Dict,
-    Discrete,
-    MultiBinary,
-    MultiDiscrete,
-    Space,
-    Spaces,
-    Tuple,
-)
+from headrace.schemas.chunks.spaces import Dict, Discrete, MultiBinary, MultiDiscrete, Space, Spaces, Tuple
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.wire import ALLOWED_DTYPES
 from headrace.workers.envs.bounds import bounded_box
 
 _WRAPPERS = {
     "MissionSpace": "give a function that wraps the env in minigrid.wrappers.ImgObsWrapper, which leaves the mission "
-    "out, or in minigrid.wrappers.FlatObsWrapper, which encodes it",
+    "out, or in minigrid.wrappers.FlatObsWrapper, which encodes it"
 }
 """Kind of space that no column can hold -> what to do about it."""
 

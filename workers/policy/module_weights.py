@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.errors import WeightsMismatchError, which_module_error
 from headrace.schemas.messages.weights import check_shapes, fit_names, split_modules
-from headrace.workers.envs.bounds import holds
+from headrace.workers.envs.bounds import holds, whole_array
 
 _DTYPES = {torch.from_numpy(np.empty(0, dtype)).dtype: np.dtype(dtype) for dtype in ("<f4", "<f8", "<i8")}
 """The dtypes of nearly all parameters and buffers, which numpy copies straight from the wire's read-only arrays."""
@@ -50,20 +50,30 @@ def _fit(own: Mapping[str, torch.Tensor], state: State) -> State:
     if own.keys() != state.keys() or any(tensor.shape != state[name].shape for name, tensor in own.items()):
         check_shapes(_shapes(state), _shapes(own))
     differ = {
-        name: (str(state[name].dtype).removeprefix("torch."), str(tensor.dtype).removeprefix("torch."))
+        name: (_kind(state[name]), _kind(tensor))
         for name, tensor in own.items()
-        if _DTYPES.get(tensor.dtype) != state[name].dtype and not _keeps_numbers(state[name], tensor.dtype)
+        if not (_DTYPES.get(tensor.dtype) == state[name].dtype and type(state[name]) is np.ndarray)
+        and not _keeps_numbers(state[name], tensor.dtype)
     }
     if differ:
         raise WeightsMismatchError([], [], {}, dtypes=differ)
     return state
 
 
+def _kind(given: NDArray[Any] | torch.Tensor) -> str:
+    return "masked " * np.ma.is_masked(given) + str(given.dtype).removeprefix("torch.")
+
+
 def _keeps_numbers(given: NDArray[Any] | torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether a cast to `dtype` changes no more than the rounding of floats, none of which becomes infinite."""
-    tensor = given if isinstance(given, torch.Tensor) else torch.from_numpy(np.array(given))
-    if tensor.dtype.is_floating_point and dtype.is_floating_point:
-        return bool((tensor.to(dtype).isfinite() == tensor.isfinite()).all())
+    try:
+        tensor = _tensor(given)
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return False
+        if tensor.dtype.is_floating_point and dtype.is_floating_point:
+            return bool((tensor.to(dtype).isfinite() == tensor.isfinite()).all())
+    except (TypeError, ValueError, NotImplementedError):  # torch has no such dtype, or no arithmetic for it
+        return False
     if tensor.dtype == dtype or not (_is_whole(tensor.dtype) and _is_whole(dtype)):
         return tensor.dtype == dtype
     return holds(np.dtype(str(dtype).removeprefix("torch.")), tensor.cpu().numpy())
@@ -104,10 +114,17 @@ def weights_by_module(state: Mapping[str, Any], modules: Sequence[str]) -> dict[
 
 def _write(tensor: torch.Tensor, given: NDArray[Any] | torch.Tensor) -> None:
     """Copy `given` into `tensor`, by numpy where both have the same dtype and are in the processor's memory."""
-    if not isinstance(given, torch.Tensor):
-        if tensor.is_cpu and _DTYPES.get(tensor.dtype) == given.dtype:
-            np.copyto(tensor.numpy(), given)
-            return
-        given = torch.from_numpy(np.array(given))  # torch warns about read-only arrays, as those from the wire are
+    if not isinstance(given, torch.Tensor) and tensor.is_cpu and _DTYPES.get(tensor.dtype) == given.dtype:
+        np.copyto(tensor.numpy(), given)
+        return
     with torch.no_grad():
-        tensor.copy_(given)
+        tensor.copy_(_tensor(given))
+
+
+def _tensor(given: NDArray[Any] | torch.Tensor) -> torch.Tensor:
+    """Return `given` as a tensor. Raises `ValueError` for masked elements, and `TypeError` for dtypes torch lacks."""
+    if isinstance(given, torch.Tensor):
+        return given
+    array = whole_array(given)
+    # A copy: torch warns about read-only arrays, as those from the wire are, and reads only native byte order.
+    return torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))

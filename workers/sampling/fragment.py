@@ -58,11 +58,7 @@ class Fragment:
     """
 
     def __init__(
-        self,
-        width: int,
-        capacity: int,
-        observations: Mapping[str, NDArray[Any]],
-        split: SplitAct | None = None,
+        self, width: int, capacity: int, observations: Mapping[str, NDArray[Any]], split: SplitAct | None = None
     ) -> None:
         self.width = width
         self.capacity = capacity

@@ -49,11 +49,7 @@ class EnvProcessPool(PoolBackend):
     """
 
     def __init__(
-        self,
-        config: EnvRunnerConfig,
-        worker_index: int = 0,
-        seed_for: SeedFor | None = None,
-        **told: Any,
+        self, config: EnvRunnerConfig, worker_index: int = 0, seed_for: SeedFor | None = None, **told: Any
     ) -> None:
         """Start all processes and build all envs. `seed_for` returns the `context.seed` of their creators.
 
@@ -108,10 +104,7 @@ class EnvProcessPool(PoolBackend):
     # -- orders to lanes ----------------------------------------------------------------------------------------------
 
     def step_async(
-        self,
-        lanes: Sequence[int] | None,
-        columns: Mapping[str, NDArray[Any]],
-        next_seeds: NextSeeds | None = None,
+        self, lanes: Sequence[int] | None, columns: Mapping[str, NDArray[Any]], next_seeds: NextSeeds | None = None
     ) -> None:
         """Have `lanes` (None: all) step with their rows of the policy's action columns, each (num_envs, *shape).
 
