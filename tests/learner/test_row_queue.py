@@ -33,9 +33,10 @@ def test_numbers_that_are_not_finite_are_left_out_and_named_once(caplog: pytest.
         rows.add({"loss": float("nan"), "kl": 0.5}, 1, 0, 1.0)
     rows.add({"loss": float("inf")}, 1, 0, 1.0)
     rows.add({"other": 1.0}, 1, 0, 1.0)
+    rows.add({"loss": np.ma.masked, "other": np.ma.array(3.0)}, 1, 0, 1.0)  # item() of a masked number is 0
     rows.add({"loss": 2.0}, 1, 0, 1.0)
     marked = {"not_finite/loss": 1.0}
-    told = [{"kl": 0.5, **marked}] * 3 + [marked, {"other": 1.0, **marked}, {"loss": 2.0}]
+    told = [{"kl": 0.5, **marked}] * 3 + [marked, {"other": 1.0, **marked}, {"other": 3.0, **marked}, {"loss": 2.0}]
     assert [row.values for row in rows.due(0.0)] == told, "the mark stays until the metric is finite again"
     assert caplog.text.count("metric loss is nan") == 1
 
@@ -50,6 +51,7 @@ def test_numbers_that_are_not_finite_are_left_out_and_named_once(caplog: pytest.
         ({3: 1.0}, "3 is no name"),
         ({"a": "high"}, "metric a was given 'high', which is no single number"),
         ({"a": torch.ones(2)}, "no single number"),
+        ({"a": 10**400}, "metric a was given 1000.*, which is no single number"),
         ({str(n): 1.0 for n in range(129)}, "129 metrics were logged at once; 128 are allowed"),
     ],
 )

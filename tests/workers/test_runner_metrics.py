@@ -163,6 +163,8 @@ def test_the_logger_takes_rllibs_arguments_or_raises_with_its_own_names() -> Non
     [
         ("x", math.nan, "mean", "was given nan"),
         ("x", math.inf, "mean", "was given inf"),
+        ("x", 10**400, "mean", "metric x was given 1000.*, which is no single number"),
+        ("x", [1.0], "sum", r"metric x was given \[1.0\], which is no single number"),
         ("num_episodes", 1, "sum", "is the runner's own"),
         ("known", 1, "max", "is reduced by 'mean', not 'max'"),
         (("known", "deeper"), 1, "mean", "one name for two things"),
@@ -170,7 +172,7 @@ def test_the_logger_takes_rllibs_arguments_or_raises_with_its_own_names() -> Non
         ("x", 1, "p101", "is none of mean, min"),
     ],
 )
-def test_the_logger_refuses_a_bad_name_value_or_reduction(name: Any, value: float, reduce: str, message: str) -> None:
+def test_the_logger_refuses_a_bad_name_value_or_reduction(name: Any, value: Any, reduce: str, message: str) -> None:
     logger = MetricsLogger(10, ["num_episodes"])
     logger.log_value("known", 1)
     with pytest.raises(ValueError, match=message):

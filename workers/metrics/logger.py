@@ -97,10 +97,14 @@ class MetricsLogger:
 
         `clear_on_reduce` is RLlib's: of a "sum", True counts from the last report and False makes it a "lifetime_sum".
 
-        Raises `ValueError` if the number is not finite, if the name is reserved or already has another meaning, for
+        Raises `ValueError` if it is no finite number, if the name is reserved or already has another meaning, for
         `clear_on_reduce` of a window, and for `ema_coeff`: exponential means of several runners cannot be merged.
         """
-        path, number = _path(name), float(value)
+        path = _path(name)
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"metric {'/'.join(path)} was given {value!r:.60}, which is no single number") from error
         if clear_on_reduce is not None or ema_coeff is not None:
             reduce = _own_reduction("/".join(path), reduce, clear_on_reduce, ema_coeff)
         if not math.isfinite(number):
