@@ -553,8 +553,8 @@ class Fleet:
         self.loop.wait(lambda: done() or self._signals.count > 1, deadline_s, lambda: what)
         if self._signals.count > 1:
             raise FleetError(
-                "stopped at the second signal; what was still queued is lost, and the next `headrace up` in this run "
-                "directory counts it"
+                "stopped at the second signal; what was still queued is not delivered, and the next `headrace up` in "
+                "this run directory counts what is lost of it"
             )
 
     # Methods of `Observer`, which the supervisor calls.

@@ -105,11 +105,7 @@ class WorkerGroup:
             self.loop, config.supervisor, config.broker.zombie_grace_s, self.logs, self, fork_server=fork_server
         )
         self._watchdog = FleetWatchdog(
-            self.loop,
-            self.supervisor,
-            self.recorder_of,
-            config.broker.lease_s,
-            first_sign_limits(config),
+            self.loop, self.supervisor, self.recorder_of, config.broker.lease_s, first_sign_limits(config)
         )
 
     def start(self, count: int) -> None:

@@ -52,8 +52,9 @@ def verdict(facts: Facts, findings: list[Finding]) -> str:
         return f"Ended{how}. {_books(facts)}"
     if state == "draining":
         return f"Draining. {losses_in_words(facts.snapshot.fleet)}"
-    seen, lost = list(_observations(facts)), losses_in_words(facts.snapshot.fleet)
-    if not _moves(facts):
+    seen = list(_observations(facts))
+    lost = _left_and_lost(facts) if state == GONE else losses_in_words(facts.snapshot.fleet)
+    if state == GONE or not _moves(facts):
         if findings:
             waits = [one for one in (*findings, *(one.finding for one in seen)) if one.sentence.startswith(_WAITING)]
             return f"{_sentence((waits if findings[0].severity == 'warning' and waits else findings)[0])} {lost}"
@@ -69,7 +70,15 @@ def verdict(facts: Facts, findings: list[Finding]) -> str:
 def _books(facts: Facts) -> str:
     if facts.snapshot.reported_unix_s is None:
         return "Its books are not known, since Redis has none: `headrace report` shows what the run left."
-    return f"{facts.snapshot.totals.get('env_steps_total', 0):,} env steps. {losses_in_words(facts.snapshot.fleet)}"
+    return f"{facts.snapshot.totals.get('env_steps_total', 0):,} env steps. {_left_and_lost(facts)}"
+
+
+def _left_and_lost(facts: Facts) -> str:
+    """Return what the books of a fleet that has ended still have as queued, and what is lost."""
+    books = facts.snapshot.fleet
+    if not books.queued:
+        return losses_in_words(books)
+    return f"{books.queued:,} agent steps still queued. {losses_in_words(books, '')}".rstrip()
 
 
 def _observations(facts: Facts) -> Iterator[Observation]:

@@ -64,8 +64,8 @@ def loss_of(kind: str, reason: str) -> Loss:
     return LOSSES.get(f"{kind}/{reason}", _UNKNOWN)
 
 
-def losses_in_words(books: FleetLedger) -> str:
-    """Return a sentence on the steps that were taken and cannot be learned from, by reason."""
+def losses_in_words(books: FleetLedger, nothing: str = "Nothing lost.") -> str:
+    """Return a sentence on the steps that were taken and cannot be learned from, by reason; `nothing` without any."""
     counts = [
         *((loss_of("discarded", reason).by, steps) for reason, steps in books.discarded.items()),
         *((loss_of("dropped", reason).by, steps) for reason, (steps, _) in books.dropped.items()),
@@ -75,4 +75,4 @@ def losses_in_words(books: FleetLedger) -> str:
         if words and steps:
             by[words] = by.get(words, 0) + steps
     parts = [f"{steps:,} steps lost {words}" for words, steps in by.items()]
-    return f"{'; '.join(parts)}." if parts else "Nothing lost."
+    return f"{'; '.join(parts)}." if parts else nothing

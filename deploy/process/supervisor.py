@@ -34,14 +34,7 @@ from headrace.deploy.process.restarts import WINDOW_S, RestartPolicy
 from headrace.deploy.terminal.logs import message_of
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.basics.stop_event import sigterm_blocked
-from headrace.schemas.errors import (
-    ExitCode,
-    HeadraceError,
-    RunDirError,
-    disk_full_error,
-    removed_error,
-    write_error,
-)
+from headrace.schemas.errors import ExitCode, HeadraceError, RunDirError, disk_full_error, removed_error, write_error
 from headrace.schemas.settings.config import SupervisorSection
 
 log = logging.getLogger("headrace.supervisor")

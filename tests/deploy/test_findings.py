@@ -70,7 +70,7 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
     "the supervisor died": (
         having("supervisor", state="gone"),
         "supervisor_gone",
-        "the supervisor .pid 70. has died",
+        r"the supervisor \(pid 70\) and its processes have ended without a note in fleet.json: it was killed, or could",
         "headrace up --resume /runs/a",
     ),
     "Redis away": (
@@ -495,6 +495,10 @@ FINE = {
         "Draining. ",
     ),
     "has ended": (having("supervisor", state="stopped"), "Ended. 9,000 env steps. Nothing lost."),
+    "has ended with steps under way": (
+        told(having("supervisor", state="stopped"), fleet=FleetLedger(queued=1200)),
+        r"Ended. 9,000 env steps. 1,200 agent steps still queued.$",
+    ),
     "has ended, and its Redis with it": (
         replace(having("supervisor", state="stopped"), snapshot=EMPTY, redis_error="refused"),
         "Ended. Its books are not known",
@@ -511,6 +515,12 @@ def test_a_fleet_that_starts_learns_drains_or_has_ended_has_no_finding(case: str
     facts, line = FINE[case]
     assert find(facts) == []
     assert re.match(line, verdict(facts, [])), verdict(facts, [])
+
+
+def test_a_fleet_whose_supervisor_is_gone_is_not_said_to_learn() -> None:
+    facts = told(having("supervisor", state="gone"), fleet=FleetLedger(queued=7))
+    assert verdict(facts, find(facts)).startswith("The supervisor (pid 70) and its processes have ended without a note")
+    assert verdict(facts, find(facts)).endswith(". 7 agent steps still queued.")
 
 
 def test_a_stalled_fleet_names_the_process_that_it_waits_for() -> None:

@@ -223,7 +223,7 @@ def test_the_second_signal_stops_the_fleet_without_a_drain(
 
     meanwhile(interrupt)
     summary = up(config_for(tmp_path), as_json=True)
-    assert "second signal" in str(summary.failure)
+    assert "second signal; what was still queued is not delivered" in str(summary.failure)
     assert len(pids) == 5
     assert not [pid for pid in pids if is_alive(pid)]
     assert not weights.exists()

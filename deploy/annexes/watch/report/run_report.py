@@ -230,7 +230,7 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     if facts["state"] == "running":
         return f"Running for {lasted}."
     if facts["state"] == "killed":
-        said = f"Its supervisor was killed after about {lasted}; the run was not drained."
+        said = f"Its supervisor was killed after about {lasted}, or could not note its end; a drain is not known."
     elif facts["error"]:
         said = f"Ended after {lasted} with an error: {facts['error']}"
         said += "" if said.endswith((".", "!", "?")) else "."
@@ -244,7 +244,7 @@ def _verdict(facts: Mapping[str, Any]) -> str:
         share = f" ({100 * lost / books['stepped']:.2g} %)" if books["stepped"] else ""
         said += f" {lost:,} of {books['stepped']:,} agent steps{share} did not reach the learner, each with its reason."
     else:
-        said += " Nothing lost."
+        said += f" {books['queued']:,} agent steps still queued." if books["queued"] else " Nothing lost."
     if facts["audit"]["balanced"] is False:
         said += " The books do NOT add up."
     return said
