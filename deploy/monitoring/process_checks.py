@@ -37,8 +37,7 @@ def supervisor_check(facts: Facts) -> Iterator[Observation]:
     """Yield what is wrong with the supervisor."""
     state = facts.processes.get(SUPERVISOR)
     if state is not None and state.state == GONE:
-        how = "it was killed, or could not write there, which its log then tells"
-        sentence = f"the supervisor (pid {state.pid}) and its processes have ended without a note in fleet.json: {how}"
+        sentence = f"the supervisor (pid {state.pid}) and its processes are gone and noted no end; see its log"
         again = "" if facts.run_dir is None else f"headrace up --resume {facts.run_dir}"
         yield observe(facts, "supervisor_gone", SUPERVISOR, sentence, command=again)
     elif state is not None and state.is_stopped:

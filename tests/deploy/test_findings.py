@@ -70,7 +70,7 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
     "the supervisor died": (
         having("supervisor", state="gone"),
         "supervisor_gone",
-        r"the supervisor \(pid 70\) and its processes have ended without a note in fleet.json: it was killed, or could",
+        r"the supervisor \(pid 70\) and its processes are gone and noted no end; see its log",
         "headrace up --resume /runs/a",
     ),
     "Redis away": (
@@ -519,7 +519,7 @@ def test_a_fleet_that_starts_learns_drains_or_has_ended_has_no_finding(case: str
 
 def test_a_fleet_whose_supervisor_is_gone_is_not_said_to_learn() -> None:
     facts = told(having("supervisor", state="gone"), fleet=FleetLedger(queued=7))
-    assert verdict(facts, find(facts)).startswith("The supervisor (pid 70) and its processes have ended without a note")
+    assert verdict(facts, find(facts)).startswith("The supervisor (pid 70) and its processes are gone and noted no end")
     assert verdict(facts, find(facts)).endswith(". 7 agent steps still queued.")
 
 
