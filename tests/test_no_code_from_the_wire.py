@@ -54,6 +54,7 @@ NAMES_BECOME_CODE = {
     "learner_stub/__init__.py": "its own public names, loaded when asked for",
     "deploy/loggers/opening.py": CONFIG,
     "deploy/__init__.py": "its own public names, loaded when asked for",
+    "deploy/root_package/__init__.py": "the public names of the whole package, loaded when asked for",
     "deploy/annexes/chaos/truth.py": CONFIG,
     "deploy/annexes/doctor/examination.py": "the names of our dependencies",
     "deploy/annexes/policies/episode_video.py": CONFIG,

@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace import __version__ as __version__
     from headrace.workers.adapters.gym_vector_env import GymVectorEnv as GymVectorEnv
     from headrace.workers.agents.env import MultiAgentEnv as MultiAgentEnv
     from headrace.workers.agents.multi_agent_env_runner import MultiAgentEnvRunner as MultiAgentEnvRunner
@@ -42,6 +41,7 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES.keys() - {"__version__"})
+__version__: str
 
 
 def __getattr__(name: str) -> Any:
