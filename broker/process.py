@@ -41,7 +41,6 @@ from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.batch import read_batch_header
 from headrace.schemas.credentials.key_files import fingerprint
 from headrace.schemas.credentials.keys import BROKER, BrokerKeys, read_broker_keys
-from headrace.schemas.credentials.loopback_token import ServerToken, server_token
 from headrace.schemas.errors import ConfigError, DecodeError
 from headrace.schemas.frames.wire import (
     DEFAULT_LIMITS,
@@ -113,9 +112,7 @@ def run_broker(
     of the loop, as a sign of life. Raises `PortInUseError`, `RunDirError`, `ConfigError` or `KeysError` before it
     serves.
     """
-    token = server_token(run_dir, asked=config.asks_token())  # workers' ports ask for it too
-    own = None if config.broker.transport == "ipc" else token
-    keys = read_broker_keys(Path(config.keys.dir)) if config.keys.dir else own
+    keys = read_broker_keys(Path(config.keys.dir)) if config.keys.dir else None
     gc.freeze()  # what was imported lives as long as this process, so the garbage collector need not scan it
     gc.set_threshold(*_COLLECTIONS)
     with stop_event() as stopping:  # before the broker's file says that it serves
@@ -141,7 +138,7 @@ def open_broker(
     fleet_id: str,
     run_dir: Path,
     redis_url: str | None,
-    keys: BrokerKeys | ServerToken | None = None,
+    keys: BrokerKeys | None = None,
     max_env_steps: int | None = None,
 ) -> Broker:
     """Return a broker with its features. A new feature is an observer in the list here: they hear in this order."""
@@ -187,9 +184,7 @@ def _limits_of(fleet: FleetConfig, max_env_steps: int | None) -> BrokerLimits:
     )
 
 
-def _publish(
-    config: FleetConfig, run_dir: Path, broker: Broker, keys: BrokerKeys | ServerToken | None
-) -> RendezvousFile:
+def _publish(config: FleetConfig, run_dir: Path, broker: Broker, keys: BrokerKeys | None) -> RendezvousFile:
     """Publish the broker's addresses, those that peers on other machines can reach."""
     path = rendezvous_path(config.fleet.rendezvous, run_dir)
     host = host_to_advertise(config.broker.host, config.broker.advertise)
@@ -198,7 +193,7 @@ def _publish(
         host=platform.node(),
         epoch=time.time_ns() // 1_000_000,
         endpoints=advertised(broker.sockets.endpoints.model_dump(), host),
-        keys={BROKER: fingerprint(keys.public)} if isinstance(keys, BrokerKeys) else {},
+        keys={BROKER: fingerprint(keys.public)} if keys is not None else {},
     )
     log.info("peers find it by %s: %s", path, published.endpoints)
     return RendezvousFile(path, published)
@@ -212,7 +207,7 @@ class Broker:
         config: BrokerSection,
         fleet_id: str,
         run_dir: Path,
-        keys: BrokerKeys | ServerToken | None,
+        keys: BrokerKeys | None,
         limits: BrokerLimits,
     ) -> None:
         before = read_broker_file(run_dir)
@@ -236,8 +231,7 @@ class Broker:
         own = (self.sockets.workers, self.sockets.learners, self.sockets.weights)
         for socket in (*own, *self.sockets.auth.sockets):
             self._poller.register(socket, zmq.POLLIN)
-        without = "to this user alone" if config.transport == "ipc" else "without keys"
-        how = {BrokerKeys: "with keys", ServerToken: "with a token"}.get(type(keys), without)
+        how = "with keys" if keys is not None else "without keys" if config.host else "to this user alone"
         log.info("serving fleet %s %s: %s", fleet_id, how, endpoints.model_dump())
 
     def step(self) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from headrace.schemas.basics.bounds import MOST_SILENCE_S
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.peers.socket_folder import make_socket_folder
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.nearest_names import nearest_name
 from headrace.schemas.settings.sampling_settings import SamplingSettings
@@ -29,15 +31,16 @@ class EnvRunnerConfig(SamplingSettings):
     it creates one env, or all of them as one `gymnasium.vector.VectorEnv` or as one `VectorEnv` of Headrace"""
     num_envs: int = Field(default=1, ge=1, le=65_536)
     """environments stepped together by one runner"""
-    env_hosts_host: str = "127.0.0.1"
-    """remote envs: address where the runner listens for their hosts; off loopback needs keys"""
+    socket_dir: str = ""
+    """folder of the runner's Unix socket for env hosts, of mode 0700; empty: a new one, which ends with the runner"""
+    env_hosts_host: str = ""
+    """remote envs: address where the runner listens for their hosts by TCP, which needs keys; empty: a Unix socket"""
     env_hosts_allow_insecure: bool = False
-    """remote envs: listen for other machines without keys, or for every user of this one; every start warns"""
+    """remote envs: listen by TCP without keys; every start warns"""
     env_hosts_lease_s: float = Field(default=10.0, gt=0, le=MOST_SILENCE_S)
     """silence after which an env host counts as lost, and its episodes with it"""
     env_hosts_keys: str | None = None
-    """folder of the keys for the port of env hosts, or the run directory for whose token it asks; None: the folder of
-    HEADRACE_KEYS__DIR; '': no keys"""
+    """folder of the keys for the port of env hosts; None: the folder of HEADRACE_KEYS__DIR; '': no keys"""
     env_hosts_keys_group: str | None = None
     """group of the worker's key at that port, as in keys.group; None: that of HEADRACE_KEYS__GROUP"""
     num_workers: int = Field(default=1, ge=0)
@@ -68,6 +71,9 @@ class EnvRunnerConfig(SamplingSettings):
                 if key not in cls.model_fields:
                     near = f"; the nearest is {nearest_name(str(key), cls.model_fields, cutoff=0.0)!r}"
                     raise ConfigError(f"no such setting of EnvRunnerConfig{near}", key=str(key))
+            if data.get("env_hosts_port") and not data.get("env_hosts_host"):
+                wanted = "is for TCP; give env_hosts_host and env_hosts_keys, or leave it out for a Unix socket"
+                raise ConfigError(f"{data['env_hosts_port']!r} {wanted}", key="env_hosts_port")
             _refuse_built(data.get("env"))
         try:
             config = handler(data)
@@ -79,18 +85,28 @@ class EnvRunnerConfig(SamplingSettings):
 
 
 def runner_config(config: FleetConfig) -> EnvRunnerConfig:
-    """Return the runner's settings in a fleet's. For a policy server, see `serving.served_env.served_config`."""
+    """Return the runner's settings in a fleet's. For a policy server, see `serving.served_env.served_config`.
+
+    Makes the folder of the worker's Unix sockets, where it has any. Raises `RunDirError`.
+    """
+    has_socket = config.sampling.env_placement == "remote" and not config.env_hosts_host
     return EnvRunnerConfig(
+        socket_dir=socket_dir(config) if has_socket else "",
         **config.sampling.model_dump(),
         num_workers=config.fleet.workers,
         env_hosts_host=config.env_hosts_host,
         env_hosts_allow_insecure=config.broker.allow_insecure,
         env_hosts_lease_s=config.broker.lease_s,
-        env_hosts_keys=config.keys.dir or config.token_dir(),
+        env_hosts_keys=config.keys.dir,
         env_hosts_keys_group=config.keys.group,
         module=config.module.build,
         module_config=config.module.config,
     )
+
+
+def socket_dir(config: FleetConfig) -> str:
+    """Return the folder of the Unix sockets of the run. Make it if there is none; "" without a run directory."""
+    return str(make_socket_folder(Path(config.fleet.run_dir))) if config.fleet.run_dir else ""
 
 
 def _refuse_built(env: Any) -> None:

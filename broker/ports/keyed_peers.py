@@ -16,7 +16,6 @@ from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.accounts.redis_keys import GONE_KEY
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.credentials.keys import BrokerKeys
-from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.schemas.peers.descriptors import peer_in_words, peer_of, shut_down, source_of
 
 log = logging.getLogger(__name__)
@@ -41,10 +40,10 @@ class _Connection:
 class KeyedPeers(BrokerObserver):
     """The connections of a broker with keys; without keys none. For the thread that owns its sockets."""
 
-    def __init__(self, core: BrokerCore, sockets: BrokerSockets, keys: BrokerKeys | ServerToken | None) -> None:
+    def __init__(self, core: BrokerCore, sockets: BrokerSockets, keys: BrokerKeys | None) -> None:
         self._core = core
         self._sockets = sockets
-        self.known = keys.known if isinstance(keys, BrokerKeys) else None
+        self.known = keys.known if keys is not None else None
         self._changes = self.known.changes if self.known is not None else 0
         self._connections: dict[tuple[Socket, int], _Connection] = {}
         """By port and descriptor, so there are at most as many as the port ever had at the same time."""

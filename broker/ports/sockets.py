@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from functools import partial
@@ -14,17 +13,14 @@ from headrace.broker.files.state_file import Endpoints
 from headrace.broker.ports.zap_auth import ZapAuthenticator
 from headrace.schemas.basics.bounds import BROKER_CONNECTIONS
 from headrace.schemas.credentials.keys import BrokerKeys
-from headrace.schemas.credentials.loopback_token import ServerToken
-from headrace.schemas.errors import ConfigError, PortInUseError, socket_folder_error
+from headrace.schemas.errors import socket_folder_error
 from headrace.schemas.frames.manifest import DEFAULT_LIMITS
 from headrace.schemas.peers import sockets
-from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.peers.connection_limit import connection_limit
-from headrace.schemas.peers.port_listing import PortListing
 from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortWatch
-from headrace.schemas.peers.ports import ports_to_try
-from headrace.schemas.peers.socket_folder import endpoint_of, lock_socket_folder, make_socket_folder
-from headrace.schemas.settings.config import BrokerSection, is_loopback
+from headrace.schemas.peers.ports import bind_to_port, check_insecure
+from headrace.schemas.peers.socket_folder import endpoint_of, lock_sockets, make_socket_folder
+from headrace.schemas.settings.config import BrokerSection
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +35,8 @@ _MOST_FRAMES = DEFAULT_LIMITS.frames + 1
 class BrokerSockets:
     """The bound sockets, their endpoints, and the authenticator of their peers.
 
-    Raises `PortInUseError`. Raises `ConfigError` for a host that is not this machine's, or one open to others without
-    keys. Raises `RunDirError` where Unix sockets cannot be bound for this user alone.
+    Raises `PortInUseError`. Raises `ConfigError` for a host that is not this machine's, or one without keys. Raises
+    `RunDirError` where Unix sockets cannot be bound for this user alone.
     """
 
     def __init__(
@@ -48,27 +44,25 @@ class BrokerSockets:
         config: BrokerSection,
         run_dir: Path,
         before: Endpoints | None,
-        keys: BrokerKeys | ServerToken | None,
+        keys: BrokerKeys | None,
     ) -> None:
-        self._folder = make_socket_folder(run_dir) if config.transport == "ipc" else None
-        if self._folder is None:
-            _check_host(config, keys)
-        self._lock = lock_socket_folder(self._folder) if self._folder is not None else None
+        self._folder = make_socket_folder(run_dir) if not config.host else None
+        if self._folder is None and keys is None:
+            check_insecure(config.host, "broker.host", "broker.allow_insecure", allowed=config.allow_insecure)
         self._own = sockets.OwnSockets(zmq.Context(), "the broker", 0.5)
         self.auth = ZapAuthenticator(self._own, keys)
         self._places = connection_limit(BROKER_CONNECTIONS, ports=3)
         batches, versions = config.max_batch_bytes + (1 << 20), DEFAULT_LIMITS.payload_bytes + (1 << 20)
         try:
+            if self._folder is not None:
+                lock_sockets(self._own, self._folder, "broker", Endpoints.model_fields)
             self.workers, worker = self._bind(config, "worker", before, batches)
             self.learners, learner = self._bind(config, "learner", before, versions)
             self.weights, weights = self._bind(config, "weights", before, _SUBSCRIPTION_BYTES)
         except BaseException:
             self._own.close(0.0)
-            self._unlock()
             raise
         self.endpoints = Endpoints(worker=worker, learner=learner, weights=weights)
-        listed = keys.word if isinstance(keys, ServerToken) else ""
-        self._listing = PortListing((worker, learner, weights) if listed else (), listed)
 
     def _bind(
         self, config: BrokerSection, role: str, before: Endpoints | None, largest_frame: int
@@ -83,27 +77,20 @@ class BrokerSockets:
         if role == "weights":
             socket.copy_threshold = sockets.COPY_BELOW_BYTES
         on_failure = self.auth.guard(socket, role)
-        watch = PortWatch(role, self._own.monitor(socket, WATCH_EVENTS), self._places, on_failure)
+        watch = PortWatch(
+            role, self._own.monitor(socket, WATCH_EVENTS), self._places, on_failure, by_key=self.auth.by_key
+        )
         self._own.before_end(partial(watch.close, socket))
         if self._folder is not None:
             _bind_in_folder(socket, self._folder, role)
         else:
-            _bind_to_port(socket, config, role, before)
+            port = config.ports[role] or _port_before(before, role)
+            bind_to_port(socket.bind, config.host, port, "broker.host")
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def close(self) -> None:
         """Close all sockets; messages already sent have half a second to leave."""
-        self._listing.remove()
         self._own.close()
-        if self._folder is not None:
-            for role in Endpoints.model_fields:
-                (self._folder / role).unlink(missing_ok=True)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        """Give the folder of Unix sockets back, once none of them is bound."""
-        if self._lock is not None:
-            os.close(self._lock)
 
 
 def receive(socket: Socket) -> list[zmq.Frame] | None:
@@ -129,39 +116,10 @@ def _bind_in_folder(socket: Socket, folder: Path, role: str) -> None:
         socket.bind(endpoint_of(folder, role))
     except zmq.ZMQError as error:
         reason = f"no socket can be made in it ({error}); name a run directory on another disk, or set"
-        raise socket_folder_error(str(folder), f"{reason} broker.transport = 'tcp'") from error
+        raise socket_folder_error(str(folder), f"{reason} broker.host, with keys") from error
 
 
-def _bind_to_port(socket: Socket, config: BrokerSection, role: str, before: Endpoints | None) -> None:
-    """Bind to the configured port, else to the one it had before, else to a free one."""
-    endpoint, earlier = "", getattr(before, role, "")
-    port_before = int(earlier.rpartition(":")[2]) if earlier.startswith("tcp:") else 0
-    for port in ports_to_try(config.ports[role] or port_before):
-        endpoint = f"tcp://{in_url(config.host)}:{port}"
-        try:
-            socket.bind(endpoint)
-            return
-        except zmq.ZMQError as error:
-            if error.errno == errno.EMFILE:
-                raise
-            if error.errno != errno.EADDRINUSE:
-                raise ConfigError(f"{config.host!r} cannot be bound: {error}", key="broker.host") from error
-    raise PortInUseError(endpoint)
-
-
-def _check_host(config: BrokerSection, keys: BrokerKeys | ServerToken | None) -> None:
-    """Refuse a host off loopback without keys unless `allow_insecure` is set: any machine could connect and listen."""
-    if keys is not None:
-        return
-    if is_loopback(config.host):
-        if config.allow_insecure:
-            log.warning("every user of this machine is served without a token, since broker.allow_insecure = true")
-        return
-    if not config.allow_insecure:
-        raise ConfigError(
-            f"{config.host} is reachable from other machines, and there are no keys; name their folder in keys.dir "
-            "(`headrace keys init` makes them), bind loopback, or set broker.allow_insecure = true on a network you "
-            "trust",
-            key="broker.host",
-        )
-    log.warning("serving %s without encryption or authentication, since broker.allow_insecure = true", config.host)
+def _port_before(before: Endpoints | None, role: str) -> int:
+    """Return the port that the earlier broker had for this role; 0 for none."""
+    earlier = getattr(before, role, "")
+    return int(earlier.rpartition(":")[2]) if earlier.startswith("tcp:") else 0

@@ -16,7 +16,6 @@ import zmq
 
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.credentials.keys import BrokerKeys
-from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.schemas.peers import sockets, zap
 from headrace.schemas.peers.handshakes import OTHER_MECHANISM, PROTOCOL, WRONG_BROKER_KEY
 
@@ -29,12 +28,12 @@ _MOST_REQUESTS = 256
 
 
 class ZapAuthenticator:
-    """Authenticates the peers of one broker by keys, by a token, or not at all. Only the sockets' thread may use it.
+    """Authenticates the peers of one broker by keys, or not at all. Only the sockets' thread may use it.
 
     Create it before the first socket binds: from then on libzmq may send requests. It ends with `own`.
     """
 
-    def __init__(self, own: sockets.OwnSockets, keys: BrokerKeys | ServerToken | None) -> None:
+    def __init__(self, own: sockets.OwnSockets, keys: BrokerKeys | None) -> None:
         self.refused: Counter[tuple[str, str]] = Counter()
         """Number of refused connections, by (port, reason)."""
         self._refused_lock = Lock()
@@ -44,6 +43,11 @@ class ZapAuthenticator:
         if keys is not None:
             self._zap = own.open(zmq.ROUTER, {"LINGER": 0})
             self._zap.bind(zap.ENDPOINT)
+
+    @property
+    def by_key(self) -> bool:
+        """Return whether peers show keys."""
+        return self._keys is not None
 
     def guard(self, socket: Socket, port: str) -> Callable[[int, int], None]:
         """Admit at this socket, which is not yet bound, only peers whose role may connect to `port`.
@@ -80,7 +84,7 @@ class ZapAuthenticator:
 
         A call costs microseconds, so make it for each HELLO, not for each message.
         """
-        if not isinstance(self._keys, BrokerKeys):
+        if self._keys is None:
             return None
         try:
             public = str(frame.get("User-Id")).encode()
@@ -98,8 +102,7 @@ class ZapAuthenticator:
         elif event == PROTOCOL and value != OTHER_MECHANISM:
             self._refuse(port, "a peer that speaks another protocol", hex(value))
         elif self._keys is not None:
-            what = "token" if isinstance(self._keys, ServerToken) else "key"
-            self._refuse(port, f"a peer that showed no {what}", "")
+            self._refuse(port, "a peer that showed no key", "")
         elif event == PROTOCOL:
             self._refuse(port, "a peer with keys, at a broker without", "")
         else:

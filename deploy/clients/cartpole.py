@@ -1,6 +1,6 @@
 """A simulator that asks a policy server for actions: CartPole, for a number of episodes or until the server is gone.
 
-    python -m headrace.deploy.clients.cartpole tcp://HOST:PORT [GAMES]            by ZeroMQ, with Headrace's client
+    python -m headrace.deploy.clients.cartpole ipc:///PATH [GAMES]                by ZeroMQ; or tcp://..., with its keys
     python -m headrace.deploy.clients.cartpole DIR/rendezvous.json [GAMES]        the same, with any worker of a fleet
     python -m headrace.deploy.clients.cartpole http://HOST:PORT [GAMES] [TOKEN]   by HTTP, with the standard library
 
@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m headrace.deploy.clients.cartpole", description="Play CartPole with a policy server's actions."
     )
-    parser.add_argument("endpoint", help="tcp://HOST:PORT for ZeroMQ, http://HOST:PORT for HTTP, a rendezvous")
+    parser.add_argument("endpoint", help="ipc:///PATH, tcp://HOST:PORT, http://HOST:PORT, or a rendezvous")
     parser.add_argument("games", nargs="?", type=int, default=1, help="games played at once (default: 1)")
     parser.add_argument("token", nargs="?", help="token of the HTTP server, if it wants one")
     parser.add_argument("--episodes", type=int, help="end after so many; without it, play until the server is gone")

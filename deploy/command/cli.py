@@ -27,6 +27,7 @@ from headrace.deploy.process.service_manager import service_manager
 from headrace.deploy.run.annexes import COMMANDS, part
 from headrace.deploy.run.named_code import with_found
 from headrace.deploy.run.options import Asked, as_toml, chosen_run, named_fleet, resolve_each
+from headrace.deploy.run.run_dir import KEYS_FOLDER, new_run_dir
 from headrace.deploy.run.several_brokers import whole_run_dir
 from headrace.deploy.terminal.output import wants_tracebacks
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, open_std_streams, say
@@ -97,9 +98,10 @@ def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the
     "headrace up --resume runs/a --until-steps 50000",
     "headrace up --workers 1 --until-steps 20000 --set learner.learning_rate=0.0003",
     "headrace up --env CartPole-v1 --set sampling.env_placement=remote --env-hosts 2 --until-steps 50000",
-    "headrace up --env CartPole-v1 --workers 1 --serve --set serving.port=5900 --until-return 475",
+    "headrace up --env CartPole-v1 --workers 1 --serve --set serving.http_port=5900 --until-return 475",
+    "headrace up --env CartPole-v1 --listen 0.0.0.0     # for workers on other machines too",
     "headrace up --workers 4 --print-config",
-    options="env workers num_envs env_hosts serve seed until_return until_steps timeout_s check_env new_run_dir"
+    options="env workers num_envs env_hosts serve listen seed until_return until_steps timeout_s check_env new_run_dir"
     " resume config redis_url loggers dashboard sets allow print_config as_json",
 )
 def up(
@@ -123,15 +125,32 @@ def up(
     if resume is not None:
         asked, found = _resumed(resume, asked)
     asked = with_found(asked, found, with_loggers=True)
+    makes_keys = False
+    if asked.flags["broker.host"]:
+        asked, makes_keys = _with_keys(asked)
     if print_config:
         typer.echo(as_toml(asked), nl=False)
         return
     summary = run_fleet(
-        asked.settings, as_json=as_json, config_path=asked.config, origin=asked.origin, resume=found is not None
+        asked.settings,
+        as_json=as_json,
+        config_path=asked.config,
+        origin=asked.origin,
+        resume=found is not None,
+        makes_keys=makes_keys,
     )
     _print_end(summary, asked.settings, as_json=as_json)
     if summary.failure is not None:
         raise summary.failure
+
+
+def _with_keys(asked: Asked) -> tuple[Asked, bool]:
+    """Return the same with keys in the run directory, unless the settings name others; and whether they are there."""
+    config = asked.with_flags({"broker.allow_insecure": True}).settings  # which are valid without keys too
+    run_dir = Path(config.fleet.run_dir or new_run_dir(config.sampling.env))
+    own = str(run_dir.absolute() / KEYS_FOLDER)
+    keys = config.keys.dir or own
+    return asked.with_flags({"keys.dir": keys, "fleet.run_dir": str(run_dir)}), keys == own
 
 
 def _resumed(resume: Path, asked: Asked) -> tuple[Asked, Path]:

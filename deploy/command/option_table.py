@@ -70,6 +70,13 @@ TABLE: Mapping[str, Row] = {
         "--redis-url",
         "redis://..., rediss://..., or a file that has it; without it the fleet starts its own.",
     ),
+    "listen": _row(
+        "broker.host",
+        str,
+        "--listen",
+        "Serve other machines too, by TCP at this address, with keys; makes RUN/keys where none are named.",
+        metavar="HOST",
+    ),
     "workers": _row("fleet.workers", int, "--workers", "Sampler processes on this machine."),
     "env_hosts": _row(
         "fleet.env_hosts", int, "--env-hosts", "Env hosts on this machine, for sampling.env_placement=remote."
@@ -98,8 +105,8 @@ TABLE: Mapping[str, Row] = {
         "serving.enabled", bool, "--serve", "Clients elsewhere drive the episodes; fleet.json has the addresses."
     ),
     "http": _row("serving.http_port", int, "--http", "Port for HTTP; 0: a free one. Without it, no HTTP."),
-    "port": _row("serving.port", int, "--port", "Port for ZeroMQ; default: as configured, or a free one."),
-    "host": _row("serving.host", str, "--host", "Address to bind; off loopback needs keys."),
+    "port": _row("serving.port", int, "--port", "Port for ZeroMQ by TCP; default: as configured, or a free one."),
+    "host": _row("serving.host", str, "--host", "Address for TCP, which needs keys. Without it, a Unix socket."),
     "loggers": _row(
         "logging.loggers",
         list[str],

@@ -27,10 +27,10 @@ def check_start(config: Path | None) -> None:
     app,
     "headrace worker",
     "headrace worker --run-dir runs/a --num-envs 16",
-    "headrace worker --endpoint tcp://127.0.0.1:5701 --fleet-id demo --env CartPole-v1 --num-envs 16",
+    "headrace worker --endpoint tcp://BROKER:5701 --fleet-id demo --env CartPole-v1 --set keys.dir=keys",
     "headrace worker --rendezvous /shared/runs/a/rendezvous.json --set keys.dir=keys",
     "headrace worker --rendezvous /shared/runs/a/rendezvous.json --count 16 --scratch-dir /tmp/headrace",
-    "headrace worker --rendezvous dns://broker --env CartPole-v1 --set broker.port=5701 --set keys.dir=keys",
+    "headrace worker --rendezvous dns://broker --config fleet.toml --set keys.dir=keys   # which has broker.port",
     options="env num_envs seed endpoint rendezvous fleet_id slot incarnation count scratch_dir run_dir config sets"
     " allow",
 )
@@ -69,8 +69,8 @@ def worker(
 
 @command(
     app,
-    "headrace broker --fleet-id demo --run-dir runs/b --set broker.port=5701",
     "headrace broker --fleet-id demo --run-dir runs/b --redis-url redis://127.0.0.1:6379",
+    "headrace broker --fleet-id demo --set broker.host=0.0.0.0 --set broker.port=5701 --set keys.dir=keys",
     options="fleet_id redis_url max_env_steps run_dir config sets",
 )
 def broker(
@@ -93,7 +93,7 @@ def broker(
 @command(
     app,
     "headrace learner",
-    "headrace learner --endpoint tcp://127.0.0.1:5702 --run-dir runs/b --set learner.learning_rate=0.0003",
+    "headrace learner --endpoint ipc:///srv/runs/b/ipc/learner --run-dir runs/b --set learner.learning_rate=0.0003",
     "headrace learner --rendezvous /shared/runs/a/rendezvous.json",
     options="endpoint rendezvous fleet_id run_dir config sets allow",
 )
@@ -111,8 +111,7 @@ def learner(asked: Asked, endpoint: str | None) -> None:
 @command(
     app,
     "headrace env-host --run-dir runs/a --slot 1",
-    "headrace env-host --connect tcp://127.0.0.1:5800 --env CartPole-v1 --num-envs 4",
-    "headrace env-host --connect tcp://127.0.0.1:5801 --env CartPole-v1   # the worker of slot 1",
+    "headrace env-host --connect ipc:///srv/runs/a/ipc/envs-1 --env CartPole-v1 --num-envs 4   # the worker of slot 1",
     "headrace env-host --connect tcp://WORKER:5800 --env CartPole-v1 --set keys.dir=keys",
     "headrace env-host --connect tcp://WORKER:5800 --num-envs 8 --set sampling.envs_per_process=1",
     "headrace env-host --rendezvous /shared/runs/a/rendezvous.json --env CartPole-v1   # any worker that needs it",
@@ -122,7 +121,10 @@ def env_host(
     asked: Asked,
     connect: Annotated[
         str | None,
-        typer.Option("--connect", help="tcp://HOST:PORT of the worker: sampling.env_hosts_port + its slot."),
+        typer.Option(
+            "--connect",
+            help="tcp://HOST:PORT of the worker, or ipc:///PATH; `fleet.json` and the worker's log have it.",
+        ),
     ] = None,
     slot: Annotated[
         int | None,

@@ -56,7 +56,6 @@ from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
 from headrace.schemas.basics.run_files import rendezvous_path
 from headrace.schemas.credentials.keys import client_keys
-from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ExitCode, RedisUnavailableError, RunDirError, UnreachableError
 from headrace.schemas.messages.shared_weights import remove_unused_weights
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
@@ -102,7 +101,7 @@ class Fleet:
         config_origin: str | None,
         fork_server: ForkServer | None = None,
     ) -> None:
-        client_keys(config.keys.dir, "supervisor", group=config.keys.group)  # raises before anything starts
+        client_keys(config.keys.dir, "supervisor", config.keys.group)  # raises before anything starts
         self.config = config
         self.run_dir = run_dir
         self.loop = EventLoop()
@@ -201,13 +200,13 @@ class Fleet:
     def start(self) -> None:
         """Start Redis, then all others, the dashboard last. Returns once the broker serves, or after a stop signal.
 
-        Workers and the learner take longer to start than the broker. If the broker's ports are known before its start,
-        they do not wait for it.
+        Workers and the learner take longer to start than the broker. They do not wait for one with Unix sockets, whose
+        addresses are known before its start.
 
         Raises `RedisUnavailableError`, `UnreachableError` or the error that ended one of the processes.
         """
         last = [self._start_others, self._await_broker]
-        if not is_loopback(self.config.broker.host):
+        if self.config.broker.host:
             last.reverse()
         for phase in (self._start_redis, self._start_broker, *last, self._start_dashboard):
             if self.stop_asked:
@@ -218,7 +217,7 @@ class Fleet:
 
     def _start_others(self) -> None:
         at, recorders = self.endpoints["worker"], self.run_dir.recorders
-        keys = client_keys(self.config.keys.dir, "supervisor", self.run_dir.path, self.config.keys.group)
+        keys = client_keys(self.config.keys.dir, "supervisor", self.config.keys.group)
         self._obituary_sender = ObituarySender(self.loop, at, self.fleet_id, recorders, keys)
         self._obituary_sender.send_unrecorded(
             self.snapshot or Snapshot(),
@@ -239,7 +238,7 @@ class Fleet:
         if config.ray.workers:
             part("write_wanted")(where, config.ray.workers)
             self.supervisor.start(child_commands.ray_workers(path, where, self.endpoints["worker"], self.fleet_id))
-        for number, (address, num_envs) in enumerate(own_env_hosts(config)):
+        for number, (address, num_envs) in enumerate(own_env_hosts(config, where)):
             self.supervisor.start(child_commands.env_host(path, address, num_envs, self.fleet_id, number))
         self._watchdog = FleetWatchdog(
             self.loop,
@@ -362,10 +361,9 @@ class Fleet:
         return None if until is None else self.numbers_before.steps + until
 
     def _start_broker(self) -> None:
-        server_token(self.run_dir.path, asked=self.config.asks_token())  # before the processes that show it
         endpoints = first_endpoints(self.config.broker, self.run_dir.path)
         _write_endpoints(self.run_dir.path, self.fleet_id, endpoints, self._known())
-        if is_loopback(self.config.broker.host):
+        if not self.config.broker.host:
             self._note_endpoints(endpoints.model_dump())
         self.supervisor.start(
             child_commands.broker(self.run_dir.config_json, self.run_dir.path, self.fleet_id, self._max_env_steps())
@@ -384,11 +382,11 @@ class Fleet:
             raise UnreachableError("broker", f"any endpoint named in {self.run_dir.broker_json}", BROKER_DEADLINE_S)
 
     def _note_endpoints(self, broker: dict[str, str]) -> None:
-        self.record.note(endpoints=broker | self._env_endpoints() | client_endpoints(self.config))
+        self.record.note(endpoints=broker | self._env_endpoints() | client_endpoints(self.config, self.run_dir.path))
 
     def _env_endpoints(self) -> dict[str, str]:
         """Return each worker's address for env hosts, as other machines reach it."""
-        endpoints, bound = env_endpoints(self.config), self.config.env_hosts_host
+        endpoints, bound = env_endpoints(self.config, self.run_dir.path), self.config.env_hosts_host
         if not endpoints or is_loopback(bound):
             return endpoints
         return advertised(endpoints, host_to_advertise(bound, self.config.worker.advertise, "worker.advertise"))

@@ -29,7 +29,7 @@ from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import Discard, Drop, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Reading, is_unborn, read_recorder
 from headrace.schemas.basics.counted_warnings import CountedWarnings
-from headrace.schemas.credentials.keys import PeerKeys
+from headrace.schemas.credentials.keys import ClientKeys
 from headrace.schemas.errors import DecodeError, ExitCode, KeysRefusedError
 from headrace.schemas.frames.wire import decode_header
 from headrace.schemas.messages import Ack, Obituary, Reject, SupervisorHello, messages_to, read
@@ -96,7 +96,7 @@ class ObituarySender:
         endpoint: str,
         fleet_id: str,
         recorders: Path,
-        keys: PeerKeys | None = None,
+        keys: ClientKeys | None = None,
         *,
         reads_redis: bool = True,
     ) -> None:
@@ -343,8 +343,7 @@ class ObituarySender:
 
     def _observe_handshakes(self) -> None:
         try:
-            if self._handshakes.observe(self._monitor.recv_multipart()):
-                self._handshakes.connect_again(self._socket)
+            self._handshakes.observe(self._monitor.recv_multipart())
         except KeysRefusedError as error:
             log.error("%s; obituaries not sent stay in the recorder files", error)
 

@@ -164,7 +164,7 @@ def start_broker(asked: Asked, *, max_env_steps: int | None = None) -> None:
     run_dir = _folder(Path(config.fleet.run_dir))
     fleet_id = config.fleet.fleet_id or f"fleet-{secrets.token_hex(4)}"
     set_up_logging(Identity(fleet_id, "broker"))
-    where = "Unix sockets" if config.broker.transport == "ipc" else config.broker.host
+    where = config.broker.host or "Unix sockets"
     log.info("headrace %s broker of fleet %s on %s; config: %s", version("headrace"), fleet_id, where, origin)
     from headrace.broker.process import run_broker
 
@@ -245,7 +245,8 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
     from headrace.workers.config import EnvRunnerConfig
     from headrace.workers.fleet.link import StoppedError
 
-    settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}
+    of_worker = {"env_placement": "process", "env_hosts_port": 0, "policies": None, "policy_mapping_fn": None}
+    settings = sampling.model_dump() | of_worker
     with no_exit_from(EnvError, "the env"), _health_file(config, ENV_HOST) as health, suppress(StoppedError):
         most_s = _patience_s(config, is_watched=health.is_watched)
         role = f"envs-{slot or 0}"

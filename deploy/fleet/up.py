@@ -29,6 +29,7 @@ from headrace.deploy.report.summary import RunFacts, Summary
 from headrace.deploy.run.annexes import part
 from headrace.deploy.run.fleet_file import told_as_starting
 from headrace.deploy.run.goal import Goal, RunNumbers
+from headrace.deploy.run.key_pairs import ensure_keys
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.resume import EarlierRun
 from headrace.deploy.run.run_dir import RunDir, new_run_dir
@@ -36,7 +37,7 @@ from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.log_rotation import LogRotation
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.schemas.errors import ExitCode, HeadraceError, RunDirError
-from headrace.schemas.settings.config import FleetConfig, is_loopback
+from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.redis_url import without_password
 
 log = logging.getLogger("headrace.supervisor")
@@ -68,11 +69,12 @@ def up(
     config_path: Path | None = None,
     origin: str = "defaults",
     resume: bool = False,
+    makes_keys: bool = False,
 ) -> Summary:
     """Run a fleet until its goal, its timeout, a failure or a signal; drain it; return its summary.
 
     `origin` says in words where the configuration came from. `resume`: go on with the run in the run directory even if
-    settings of its training differ.
+    settings of its training differ. `makes_keys`: make the folder `keys.dir`, and keys in it, if there are none.
 
     Raises only errors of the settings, the run directory and keys (`ConfigError`, `RunDirError`, `KeysError`); later
     errors are in the summary.
@@ -82,6 +84,8 @@ def up(
     with RunDir(path) as run_dir, StopSignals() as signals, early_or_new(child_environment(1)) as fork_server:
         earlier = EarlierRun.of(run_dir)
         changes = earlier.check(config, resume=resume) if earlier is not None else []
+        if makes_keys:
+            ensure_keys(Path(config.keys.dir))
         set_up_logging(Identity(config.fleet.fleet_id, "supervisor"))
         part("warn_of_limits")(config, "fleet")
         log.info("checking env, modules and ports before anything starts")
@@ -151,8 +155,7 @@ def _announce(fleet: Fleet, origin: str, earlier: EarlierRun | None, changes: li
     for line in how_to_connect(fleet.config, fleet.endpoints, fleet.run_dir.path, fleet.fleet_id, lease):
         log.info("%s", line)
     if fleet.config.broker.allow_insecure and not fleet.config.keys.dir:
-        who = "every user of this machine" if is_loopback(fleet.config.broker.host) else "every machine that reaches it"
-        log.warning("this fleet serves %s without keys or token, since broker.allow_insecure = true", who)
+        log.warning("this fleet serves all who reach it by TCP without keys, since broker.allow_insecure = true")
     log.info("it runs %s", Goal.of(fleet.config.fleet).in_words(fleet.numbers_before))
 
 

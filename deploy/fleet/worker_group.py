@@ -94,7 +94,7 @@ class WorkerGroup:
         self._unreachable: HeadraceError | None = None
         self._fleet_has_ended = False
         self._make_folder()
-        keys = client_keys(config.keys.dir, "supervisor", config.fleet.run_dir, config.keys.group)
+        keys = client_keys(config.keys.dir, "supervisor", config.keys.group)
         self.loop = EventLoop()
         self.loop.watch(signals.fd, signals.clear)
         self._fork_server = fork_server

@@ -14,10 +14,17 @@ import orjson
 from headrace.deploy.report.progress import number
 from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.schemas.basics.printable import one_line
+from headrace.schemas.credentials.key_files import key_name
+from headrace.schemas.credentials.keys import BROKER
+from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 from headrace.schemas.settings.config_loading import by_key, known_keys
 
 _SHOWN_ADDRESSES = 3
+_OF_WORKERS = ("sampling.", "module.", "worker.", "keys.")
+"""Prefixes of the keys that a worker reads."""
+_OF_ENV_PORTS = ("broker.allow_insecure", "broker.host")
+"""Keys by which a worker chooses its port for env hosts."""
 _OF_ENV_HOSTS = (
     "keys.",
     "sampling.disable_env_checking",
@@ -40,7 +47,13 @@ def how_to_connect(
 
     `lease` is that of the learner that came last.
     """
-    if not config.fleet.workers and not config.ray.workers:
+    at = _as_others_reach(config, at)
+    if config.broker.host and config.keys.dir:
+        files, keys = f"{key_name('worker', config.keys.group)}.secret and {BROKER}.public", config.keys.dir
+        command = _command_elsewhere(config.replaced({"keys.dir": "keys"}), at, fleet_id)
+        copies = f"copies of {files} from {Path(keys).absolute()} in a folder keys"
+        yield f"start workers elsewhere, with {copies}: {command}"
+    elif not config.fleet.workers and not config.ray.workers:
         yield f"start workers with: {worker_command(config, at, run_dir, fleet_id)}"
     if not config.learner.enabled:
         if last := named_learner(lease):
@@ -57,12 +70,27 @@ def how_to_connect(
         yield f"connect clients to {client_addresses(at)}"
 
 
+def _as_others_reach(config: FleetConfig, at: Endpoints) -> Endpoints:
+    """Return the same with the broker's endpoints as it publishes them."""
+    broker = config.broker
+    if is_loopback(broker.host):
+        return at
+    own = {role: at[role] for role in broker.ports if role in at}
+    return {**at, **advertised(own, host_to_advertise(broker.host, broker.advertise))}
+
+
 def worker_command(config: FleetConfig, at: Endpoints, run_dir: Path, fleet_id: str) -> str:
     """Return the command that starts a worker: here by the run directory, elsewhere with all settings that it needs."""
     if is_loopback(config.broker.host) or "worker" not in at:
         return f"headrace worker --run-dir {run_dir}"
+    return _command_elsewhere(config, at, fleet_id)
+
+
+def _command_elsewhere(config: FleetConfig, at: Endpoints, fleet_id: str) -> str:
+    """Return the command that starts a worker, with all settings that it needs."""
     where = f"--endpoint {_reachable(at['worker'])} --fleet-id {fleet_id}"
-    return f"headrace worker {where}{_settings(config, ('sampling.', 'module.', 'worker.', 'keys.'))}"
+    of_ports = _OF_ENV_PORTS if config.sampling.env_placement == "remote" else ()
+    return f"headrace worker {where}{_settings(config, (*_OF_WORKERS, *of_ports))}"
 
 
 def env_host_command(config: FleetConfig, at: Endpoints) -> str:
@@ -102,7 +130,7 @@ def _learner_lines(config: FleetConfig, at: Endpoints) -> str:
     keys = f', keys="{config.keys.dir}"' if config.keys.dir else ""
     where = f'"{_reachable(at["learner"])}"{keys}'
     return (
-        "    from headrace.learner_stub import EpisodeStream, WeightPublisher\n"
+        "    from headrace import EpisodeStream, WeightPublisher\n"
         f"    stream, weights = EpisodeStream({where}), WeightPublisher({where})\n"
         "    weights.publish(module.state_dict())  # then: for batch in stream: ..."
     )

@@ -17,7 +17,7 @@ from headrace.deploy.run.several_brokers import at_broker, index_for
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.schemas.basics.bounds import HIGHEST_PORT
 from headrace.schemas.basics.stop_event import stop_event
-from headrace.schemas.credentials.keys import BROKER, ENV_HOST, PeerKeys, check_fingerprint, client_keys, expected_key
+from headrace.schemas.credentials.keys import BROKER, ENV_HOST, ClientKeys, check_fingerprint, client_keys, expected_key
 from headrace.schemas.errors import ConfigError, RefusedError, RunDirError, no_fleet_error
 from headrace.schemas.peers.fleet_address import AddressSource, RunDirAddresses, await_address
 from headrace.schemas.peers.rendezvous import Published, Rendezvous
@@ -52,10 +52,7 @@ def join(asked: Asked, endpoint: str | None, role: str, slot: int | None = None)
         own = asked.settings.fleet
         run_dir = own.run_dir or RUNS / file_name_of(own.fleet_id or endpoint)
         config, origin = in_run(asked, asked.settings, run_dir)
-        if is_socket(endpoint):
-            check_socket(endpoint)
-        else:
-            check_port(endpoint, "--endpoint", " or ipc:///PATH")
+        check_address(endpoint, "--endpoint")
         return Joined(config, origin, config.fleet.fleet_id, endpoint, None)
     config, where = _of_its_broker(asked, slot)
     return _meet(where, asked, config, role) if where else _join_run(asked, config, role)
@@ -70,7 +67,7 @@ def join_worker(asked: Asked, connect: str | None, slot: int | None) -> Joined |
     if connect is not None:
         if asked.flags["fleet.run_dir"] is not None:
             raise ConfigError("give either --connect or --run-dir", key="--connect")
-        check_port(connect, "--connect")
+        check_address(connect, "--connect")
         return Joined(asked.settings, asked.origin, asked.settings.fleet.fleet_id, connect, None)
     config, where = _of_its_broker(asked, slot)
     if not where:
@@ -157,7 +154,7 @@ def _join_run(asked: Asked, config: FleetConfig, role: str, slot: int | None = N
 def check_published(published: Published, where: str, config: FleetConfig, wanted: str, role: str) -> None:
     """Raise `RefusedError` if `wanted` is not "" and names another fleet, and `KeysError` for another key."""
     _check_fleet(where, published, wanted)
-    keys = client_keys(config.keys.dir or None, role, config.fleet.run_dir, config.keys.group or None)
+    keys = client_keys(config.keys.dir or None, role, config.keys.group or None)
     check_fingerprint(keys, role, published.keys.get(BROKER, ""), where)
 
 
@@ -209,11 +206,14 @@ def await_place(source: AddressSource, role: str, config: FleetConfig, fleet_id:
         return None if stopping.is_set() else address
 
 
-def check_port(address: str, option: str, other: str = "") -> None:
-    """Raise `ConfigError` unless `address` is tcp://HOST:PORT. `option` names it, and `other` is another form of it."""
+def check_address(address: str, option: str) -> None:
+    """Raise `ConfigError` unless `address` is tcp://HOST:PORT or ipc:///PATH. `option` names it."""
+    if is_socket(address):
+        check_socket(address)
+        return
     matched = _ENDPOINT.fullmatch(address)
     if matched is None or not 0 < int(matched[1]) <= HIGHEST_PORT:
-        raise ConfigError(f"should be tcp://HOST:PORT{other}, got {address!r:.80}", key=option)
+        raise ConfigError(f"should be tcp://HOST:PORT or ipc:///PATH, got {address!r:.80}", key=option)
 
 
 def _worker_at(where: str, config: FleetConfig, slot: int | None) -> tuple[str | None, AddressSource | None]:
@@ -237,6 +237,6 @@ def _worker_at(where: str, config: FleetConfig, slot: int | None) -> tuple[str |
     return address, source
 
 
-def env_host_keys(config: FleetConfig) -> PeerKeys | None:
+def env_host_keys(config: FleetConfig) -> ClientKeys | None:
     """Return the keys of an env host; None without keys. Raises `KeysError`."""
-    return client_keys(config.keys.dir or None, ENV_HOST, config.fleet.run_dir, config.keys.group or None)
+    return client_keys(config.keys.dir or None, ENV_HOST, config.keys.group or None)

@@ -58,6 +58,12 @@ def make_keys(folder: Path, *, force: bool = False) -> None:
         _write_new(folder / TOKEN_FILE, f"{secrets.token_urlsafe(32)}\n", 0o600)
 
 
+def ensure_keys(folder: Path) -> None:
+    """Make keys in a folder that has none. Raises `KeysError`."""
+    if not (folder / f"{BROKER}.secret").exists():
+        make_keys(folder)
+
+
 def add_key(folder: Path, role: str, group: str) -> PeerKey:
     """Make a key pair of one more group, or one in place of a revoked pair. Raises `KeysError`."""
     _check_curve(folder)

@@ -14,7 +14,7 @@ from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.peers.ports import HIGHEST, LOWEST, quiet_ports
 from headrace.schemas.peers.socket_folder import endpoint_of, make_socket_folder
-from headrace.schemas.settings.config import BrokerSection, FleetConfig, is_loopback
+from headrace.schemas.settings.config import BrokerSection, FleetConfig
 
 _ROOM = 2000
 """Ports kept above the first, for workers that are started alone: the broker gives them slots from 1000 on."""
@@ -44,8 +44,8 @@ def check_ports(config: FleetConfig) -> None:
     if sampling.env_placement == "remote":
         _check(config.env_hosts_host, sampling.env_hosts_port, workers, "broker.host")
     if serving.enabled:
-        for port in (serving.port, serving.http_port or 0):
-            _check(serving.host, port, workers, "serving.host")
+        _check(serving.host, serving.port, workers, "serving.host")
+        _check(serving.http_host, serving.http_port or 0, workers, "serving.host")
 
 
 def _check(host: str, first: int, count: int, key: str) -> None:
@@ -96,17 +96,13 @@ def _bind(host: str, port: int, key: str, probes: ExitStack, *, shares: bool) ->
 
 
 def first_endpoints(broker: BrokerSection, run_dir: Path) -> Endpoints:
-    """Return the endpoints of a broker that starts now: configured ports, or free ones.
+    """Return the endpoints of a broker that starts now. By TCP, it takes free ports for those that are 0.
 
-    Off loopback ports that are not configured stay 0, and the broker takes free ones. For Unix sockets, make their
-    folder. Raises `RunDirError`.
+    For Unix sockets, make their folder. Raises `RunDirError`.
     """
-    if broker.transport == "ipc":
+    if not broker.host:
         folder = make_socket_folder(run_dir)
         return Endpoints(**{role: endpoint_of(folder, role) for role in broker.ports})
-    if not broker.port and is_loopback(broker.host):
-        free = first_of_free(broker.host, len(broker.ports), "the broker", "broker.host")
-        broker = broker.model_copy(update={"port": free})
     return Endpoints(**{role: f"tcp://{in_url(broker.host)}:{port}" for role, port in broker.ports.items()})
 
 
@@ -118,20 +114,31 @@ def with_env_ports(config: FleetConfig) -> FleetConfig:
     sampling = config.sampling
     if sampling.env_placement != "remote" or sampling.env_hosts_port or not config.fleet.workers:
         return config
+    if not config.env_hosts_host:
+        return config
     first = first_of_free(config.env_hosts_host, config.fleet.workers, "env hosts", "broker.host")
     return config.replaced({"sampling.env_hosts_port": first})
 
 
-def env_endpoints(config: FleetConfig) -> dict[str, str]:
+def env_endpoints(config: FleetConfig, run_dir: Path) -> dict[str, str]:
     """Return "envs-SLOT" -> the address of that worker for env hosts; none for envs that are not remote."""
     sampling = config.sampling
     if sampling.env_placement != "remote":
         return {}
-    host = in_url(config.env_hosts_host)
-    return {f"envs-{slot}": f"tcp://{host}:{sampling.env_hosts_port + slot}" for slot in range(config.fleet.workers)}
+    slots, host = range(config.fleet.workers), in_url(config.env_hosts_host)
+    if not host:
+        return _sockets(config, run_dir, "envs")
+    return {f"envs-{slot}": f"tcp://{host}:{sampling.env_hosts_port + slot}" for slot in slots}
 
 
-def own_env_hosts(config: FleetConfig) -> Iterator[tuple[str, int]]:
+def _sockets(config: FleetConfig, run_dir: Path, kind: str) -> dict[str, str]:
+    """Return "KIND-SLOT" -> the endpoint of that worker's Unix socket."""
+    folder = make_socket_folder(run_dir)
+    names = [f"{kind}-{slot}" for slot in range(config.fleet.workers)]
+    return {name: endpoint_of(folder, name) for name in names}
+
+
+def own_env_hosts(config: FleetConfig, run_dir: Path) -> Iterator[tuple[str, int]]:
     """Yield (address, number of envs) of each env host that the fleet starts.
 
     Workers get hosts in turn, and the hosts of one worker share its envs evenly.
@@ -140,7 +147,7 @@ def own_env_hosts(config: FleetConfig) -> Iterator[tuple[str, int]]:
     for number in range(hosts):
         slot = number % workers
         of_this_worker = len(range(slot, hosts, workers))
-        yield _near(env_endpoints(config)[f"envs-{slot}"]), -(-config.sampling.num_envs // of_this_worker)
+        yield _near(env_endpoints(config, run_dir)[f"envs-{slot}"]), -(-config.sampling.num_envs // of_this_worker)
 
 
 def _near(endpoint: str) -> str:
@@ -149,7 +156,7 @@ def _near(endpoint: str) -> str:
 
 
 def with_client_ports(config: FleetConfig) -> FleetConfig:
-    """Return the configuration with fixed ports for each worker that serves clients, which restarts do not change.
+    """Return the configuration with fixed TCP ports for each worker that serves clients, which restarts do not change.
 
     Raises `ConfigError` for a host that cannot be bound, `PortInUseError` where no ports are free side by side.
     """
@@ -157,23 +164,24 @@ def with_client_ports(config: FleetConfig) -> FleetConfig:
     if not serving.enabled or not workers:
         return config
     port, http_port = serving.port, serving.http_port
-    if not port:
+    if serving.host and not port:
         port = first_of_free(serving.host, workers, "clients", "serving.host", never=http_port or 0)
     if http_port == 0:
-        http_port = first_of_free(serving.host, workers, "clients by HTTP", "serving.host", never=port)
+        http_port = first_of_free(serving.http_host, workers, "clients by HTTP", "serving.host", never=port)
     return config.replaced({"serving.port": port, "serving.http_port": http_port})
 
 
-def client_endpoints(config: FleetConfig) -> dict[str, str]:
+def client_endpoints(config: FleetConfig, run_dir: Path) -> dict[str, str]:
     """Return "clients-SLOT" and "http-SLOT" -> the address at which that worker serves clients."""
     serving = config.serving
     if not serving.enabled:
         return {}
-    host = in_url(serving.host)
+    host = in_url(serving.http_host)
     ways = {"clients": ("tcp", serving.port), "http": ("http", serving.http_port)}
-    return {
+    by_port = {
         f"{name}-{slot}": f"{scheme}://{host}:{port + slot}"
         for slot in range(config.fleet.workers)
         for name, (scheme, port) in ways.items()
         if port
     }
+    return by_port | (_sockets(config, run_dir, "clients") if not serving.host else {})

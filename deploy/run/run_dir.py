@@ -8,8 +8,8 @@ DIR/broker.json      the broker's own: its endpoints, and its state for a restar
 DIR/books.json       the books of ended lives of workers, for an empty Redis (`books_file.py`)
 DIR/lifetime.json    counters of runners, logged sums and env failures, for an empty Redis too; a sum of ended lives, by
                      which the audit sees that the books were lost (`lifetime_file.py`)
-DIR/token            what the broker on loopback asks of its peers (`schemas/credentials/loopback_token.py`); 0600
-DIR/ipc/             the broker's Unix sockets, if it has them (`schemas/peers/socket_folder.py`); 0700
+DIR/ipc/             the Unix sockets of broker and workers, if they have any (`schemas/peers/socket_folder.py`); 0700
+DIR/keys/            the keys that `headrace up --listen` makes (`schemas/credentials/keys.py`); 0700
 DIR/lock             held while a supervisor lives
 DIR/logs/            one file a process name, lives appended
 DIR/recorders/       worker-SLOT-INCARNATION.rec, each until Redis has the final books of that life and a learner has
@@ -41,6 +41,8 @@ from headrace.schemas.errors import ExitCode, RunDirError, writing
 
 RUNS = Path("runs")
 """Folder for runs that are given no directory."""
+KEYS_FOLDER = "keys"
+"""Folder in a run directory, for the keys that Headrace makes."""
 _LONGEST_NAME = 60
 _ROOT = 0
 

@@ -143,7 +143,8 @@ def resolve_policy(where: str, asked: Asked, fleet_id: str = "", which: Which = 
     asked = settings_for(where, asked)
     saved = find_policy(where, fleet_id or asked.settings.fleet.fleet_id, which)
     _check_policies(saved, asked.settings)
-    return ResolvedPolicy(saved, asked.settings, asked.origin)
+    config = asked.settings.replaced({"fleet.run_dir": ""})  # it may be of another machine, or have a fleet's sockets
+    return ResolvedPolicy(saved, config, asked.origin)
 
 
 def settings_for(where: str, asked: Asked) -> Asked:

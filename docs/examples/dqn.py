@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.learner_stub import EpisodeStream, LearnerState, WeightPublisher, to_torch
+from headrace import EpisodeStream, LearnerState, WeightPublisher, to_torch
 
 HIDDEN = (128, 128)
 REPLAYED, WARM_UP = 100_000, 1_000  # steps in the buffer: at most, and before training

@@ -22,14 +22,14 @@ import sys
 
 import torch
 
-from headrace.learner_stub import (
+from headrace import (
     EpisodeStream,
     LearnerState,
     WeightPublisher,
+    actor_critic,
     to_torch,
     vtrace,
 )
-from headrace.workers.modules import actor_critic
 
 MINIBATCH, LEARNING_RATE, GAMMA = 128, 0.001, 0.98
 VALUE, ENTROPY, MAX_NORM = 0.5, 0.01, 0.5

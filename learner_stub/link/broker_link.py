@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import zmq
 
 from headrace.learner_stub.link import connection
-from headrace.schemas.credentials.keys import PeerKeys
+from headrace.schemas.credentials.keys import ClientKeys
 from headrace.schemas.errors import HeadraceError, UnreachableError
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import Reject
@@ -27,7 +27,7 @@ class BrokerLink:
     which share the learner's token. Raises `KeysRefusedError` when the broker does not let the learner in.
     """
 
-    def __init__(self, place: FleetPlace, keys: PeerKeys | None, token: str, number: int) -> None:
+    def __init__(self, place: FleetPlace, keys: ClientKeys | None, token: str, number: int) -> None:
         self.place = place
         self.token = token
         self.number = number
@@ -88,8 +88,7 @@ class BrokerLink:
         except zmq.Again:  # the connection has ended in the midst of the message
             return None
         while frames is None and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            if self._handshakes.observe(self._monitor.recv_multipart()):
-                self._handshakes.connect_again(self.socket)
+            self._handshakes.observe(self._monitor.recv_multipart())
         return frames
 
     def follow(self, present: bool, now: float) -> bool:

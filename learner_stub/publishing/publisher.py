@@ -26,7 +26,7 @@ from headrace.learner_stub.publishing.broker_weights import BrokerWeights
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.chunks.module_spaces import check_module_ids
-from headrace.schemas.credentials.keys import PeerKeys, client_keys
+from headrace.schemas.credentials.keys import ClientKeys, client_keys
 from headrace.schemas.errors import EncodeError, NotFiniteError, refusal
 from headrace.schemas.frames.manifest import DEFAULT_LIMITS, as_sent
 from headrace.schemas.messages.weights import Arrays, fit_published, join_modules, weights_digest
@@ -61,12 +61,12 @@ class WeightPublisher:
         *,
         fleet_id: str = "",
         connect_timeout_s: float = 60.0,
-        keys: str | Path | PeerKeys | None = None,
+        keys: str | Path | ClientKeys | None = None,
         run_dir: str | Path | None = None,
         rendezvous: Where | AddressSource | Sequence[AddressSource] = None,
     ) -> None:
         endpoints = as_list(endpoint)
-        peer_keys = client_keys(keys, "learner", run_dir)
+        peer_keys = client_keys(keys, "learner")
         sources = address_sources(run_dir, rendezvous, len(endpoints))
         self.token = connection.process_token(endpoints)
         self._forget_published = weakref.finalize(self, connection.forget_shared, self.token)

@@ -220,7 +220,7 @@ def run_learner(
     position = _position_in({broker_fleet_id(fleet_id, index, brokers) for index in range(brokers)}, saved)
     place: dict[str, Any] = {
         "fleet_id": fleet_id,
-        "keys": client_keys(config.keys.dir, "learner", run_dir, config.keys.group) or "",
+        "keys": client_keys(config.keys.dir, "learner", config.keys.group) or "",
         "rendezvous": source,
         "connect_timeout_s": config.worker.connect_timeout_s,
     }

@@ -35,7 +35,7 @@ from headrace.learner_stub.streaming.update_size import UpdateSize
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.credentials.keys import PeerKeys, client_keys
+from headrace.schemas.credentials.keys import ClientKeys, client_keys
 from headrace.schemas.errors import ConfigError, UnreachableError, refusal
 from headrace.schemas.messages.learner_messages import MOST_WINDOW_STEPS
 from headrace.schemas.peers.fleet_address import SAY_WAITING_S, AddressSource
@@ -112,7 +112,7 @@ class EpisodeStream:
         connect_timeout_s: float = 60.0,
         batch_timeout_s: float | None = None,
         silence_timeout_s: float = 60.0,
-        keys: str | Path | PeerKeys | None = None,
+        keys: str | Path | ClientKeys | None = None,
         run_dir: str | Path | None = None,
         rendezvous: Where | AddressSource | Sequence[AddressSource] = None,
     ) -> None:
@@ -121,7 +121,7 @@ class EpisodeStream:
         endpoints = as_list(endpoint)
         if synchronous and len(endpoints) > 1:
             raise ConfigError(f"synchronous sampling has one broker, got {len(endpoints)} endpoints", key="synchronous")
-        peer_keys = client_keys(keys, "learner", run_dir)
+        peer_keys = client_keys(keys, "learner")
         self._batch_timeout_s = batch_timeout_s
         self.auto_commit = auto_commit
         self.delivered = 0

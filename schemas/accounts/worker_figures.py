@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
-from headrace.schemas.basics.addresses import HOST, PORT
+from headrace.schemas.basics.addresses import HOST, PORT, SOCKET
 from headrace.schemas.basics.bounds import ListOf, Natural, Seconds
 from headrace.schemas.basics.headrace_version import HeadraceVersion
 
@@ -46,9 +46,9 @@ PortKind = Literal["envs", "clients", "http"]
 """The peers that a port of a worker serves: env hosts, clients by ZeroMQ, or clients by HTTP."""
 PORT_KINDS: tuple[PortKind, ...] = get_args(PortKind)
 
-PORT_PATTERN = rf"^(tcp|http)://{HOST}:{PORT}$"
+PORT_PATTERN = rf"^((tcp|http)://{HOST}:{PORT}|{SOCKET})$"
 PortAddress = Annotated[str, Field(max_length=200, pattern=PORT_PATTERN)]
-_TcpAddress = Annotated[str, Field(max_length=200, pattern=rf"^(tcp://{HOST}:{PORT})?$")]
+_ZmqAddress = Annotated[str, Field(max_length=200, pattern=rf"^(tcp://{HOST}:{PORT}|{SOCKET})?$")]
 _HttpAddress = Annotated[str, Field(max_length=200, pattern=rf"^(http://{HOST}:{PORT})?$")]
 
 
@@ -56,8 +56,8 @@ class Ports(BaseModel):
     """Addresses at which peers reach a worker; "" for peers that it does not serve."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
-    envs: _TcpAddress = ""
-    clients: _TcpAddress = ""
+    envs: _ZmqAddress = ""
+    clients: _ZmqAddress = ""
     http: _HttpAddress = ""
 
     def by_kind(self) -> dict[PortKind, str]:

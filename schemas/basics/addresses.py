@@ -13,7 +13,11 @@ _LOCAL_HOST = r"\[[0-9A-Fa-f:.]+%[A-Za-z0-9_.-]+\]"
 PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"
 """Pattern of the number of a port."""
 
-_BROKER = re.compile(rf"tcp://({HOST}|{_LOCAL_HOST}):{PORT}|ipc:///[^\s\x00]{{1,107}}", re.ASCII)
+SOCKET = r"ipc:///[^\x00-\x1f\x7f-\x9f]{1,106}"
+"""Pattern of the endpoint of a Unix socket. Its path may have spaces, and no line breaks: they would forge log lines.
+"""
+
+_BROKER = re.compile(rf"tcp://({HOST}|{_LOCAL_HOST}):{PORT}|{SOCKET}", re.ASCII)
 _LONGEST = 255
 
 

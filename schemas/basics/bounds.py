@@ -1,7 +1,7 @@
 """Types of the integers in messages, and of short names: each has the bound that its meaning gives.
 
 These bounds hold wherever a message is read, and keep sums far below 2^63. The broker checks that counts add up too
-(`broker/sessions/book_checks.py`). All of them stand in docs/internals/numbers.md.
+(`broker/sessions/book_checks.py`); docs/internals/threat-model.md says what else is bounded.
 """
 
 from __future__ import annotations

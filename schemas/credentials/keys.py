@@ -17,15 +17,6 @@ from pathlib import Path
 
 from headrace.schemas.credentials.key_files import PeerKey, fingerprint, group_rule, is_group, key_name, read_key_file
 from headrace.schemas.credentials.known_keys import KnownKeys
-from headrace.schemas.credentials.loopback_token import (
-    LoopbackToken,
-    ServerToken,
-    has_secret,
-    read_named_token,
-    token_for_port,
-    token_of_run,
-    token_path,
-)
 from headrace.schemas.errors import KeysError
 
 BROKER = "broker"
@@ -107,52 +98,38 @@ class BrokerKeys:
         }
 
 
-def port_keys(folder: Path, role: str, group: str | None = None) -> BrokerKeys | ServerToken:
+def port_keys(folder: str | None, role: str, group: str | None = None) -> BrokerKeys | None:
     """Return the keys with which a worker serves peers of `role`: its own secret, and their public keys.
 
-    In a run directory: return the token of the run. Raises `KeysError`.
+    None: the folder in HEADRACE_KEYS__DIR, if that is set. "": no keys. Raises `KeysError`.
     """
-    own_token = token_for_port(folder)
-    return own_token or BrokerKeys(_own(folder, "worker", group)["secret"].encode(), KnownKeys(folder, (role,)))
-
-
-PeerKeys = ClientKeys | LoopbackToken
-"""The keys that a peer shows to a server, or on loopback the token of the run."""
+    found = keys_folder(folder)
+    if found is None:
+        return None
+    return BrokerKeys(_own(found, "worker", group)["secret"].encode(), KnownKeys(found, (role,)))
 
 
 def client_keys(
-    keys: PeerKeys | str | os.PathLike[str] | None,
-    role: str,
-    run_dir: str | os.PathLike[str] | None = None,
-    group: str | None = None,
-) -> PeerKeys | None:
+    keys: ClientKeys | str | os.PathLike[str] | None, role: str, group: str | None = None
+) -> ClientKeys | None:
     """Return the keys of `role` in a folder, or those given.
 
-    `keys` may also name a run directory or the file of a token: then return the token. None: the folder in the
-    environment's HEADRACE_KEYS__DIR. If that is not set, and for "": return the token of the run in `run_dir`, or None
-    where its servers ask for none. `group` is as in `read_client_keys`. Raises `KeysError`.
+    None: those in the folder of HEADRACE_KEYS__DIR, if that is set. "": no keys. `group` is as in `read_client_keys`.
+    Raises `KeysError`.
     """
-    if isinstance(keys, ClientKeys | LoopbackToken):
+    if isinstance(keys, ClientKeys):
         return keys
     folder = keys_folder(keys)
     if folder is None:
-        return token_of_run(Path(run_dir), role) if run_dir else None
+        return None
     try:
-        return _keys_in(folder, role, group)
+        return read_client_keys(folder, role, group)
     except OSError as error:
         remedy = f"give it to the user that runs this: chown -R USER {folder}"
         raise KeysError(str(folder), f"user {os.geteuid()} cannot read it: {error.strerror}; {remedy}") from error
 
 
-def _keys_in(place: Path, role: str, group: str | None) -> PeerKeys:
-    if place.is_file():
-        return read_named_token(place, role)
-    if token_path(place).exists() and not has_secret(place, role):
-        return read_named_token(token_path(place), role)
-    return read_client_keys(place, role, group)
-
-
-def check_fingerprint(keys: PeerKeys | None, role: str, published: str, where: str) -> None:
+def check_fingerprint(keys: ClientKeys | None, role: str, published: str, where: str) -> None:
     """Raise `KeysError` unless these keys expect the broker whose key has the fingerprint `published`.
 
     "": the broker has no keys, and nothing is checked. `where` is the rendezvous that has the fingerprint.
@@ -165,7 +142,7 @@ def check_fingerprint(keys: PeerKeys | None, role: str, published: str, where: s
         raise KeysError(str(keys.folder / "broker.public"), f"{found}; copy it again from the fleet's folder of keys")
 
 
-def expected_key(keys: PeerKeys | None) -> str:
+def expected_key(keys: ClientKeys | None) -> str:
     """Return the fingerprint of the server's key that a peer with these keys expects; "" without keys."""
     return fingerprint(keys.broker) if isinstance(keys, ClientKeys) else ""
 

@@ -14,6 +14,8 @@ _RESET = struct.pack("ii", 1, 0)
 """The value of SO_LINGER with which libzmq's close resets the connection, so that no buffer outlives it."""
 _PEER, _PROCESS = struct.Struct("3i"), "process "
 """Linux's `struct ucred` (pid, uid, gid), and the beginning of the name of a Unix socket's peer."""
+_TCP_COUNTS = struct.Struct("=120x2Q")
+"""The bytes that a peer has acknowledged, and those that came from it, in Linux's `struct tcp_info`."""
 _SRCFD = 2
 """libzmq's property of a frame."""
 _FAMILY = socket.AF_INET6
@@ -65,6 +67,16 @@ def peer_in_words(peer: tuple[str, int]) -> str:
     """Return a result of `peer_of` as the log names it."""
     host, port = peer
     return host if host.startswith(_PROCESS) else f"{host}:{port}"
+
+
+def byte_counts(fd: int, peer: tuple[str, int]) -> tuple[int, int] | None:
+    """Return how many bytes `peer` has acknowledged over TCP, and sent; None if another one has the descriptor."""
+    try:
+        with socket.socket(_FAMILY, socket.SOCK_STREAM, 0, fileno=os.dup(fd)) as copy:
+            counts = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_COUNTS.size)
+            return _TCP_COUNTS.unpack(counts) if _address(copy) == peer else None
+    except (OSError, struct.error):  # struct.error: an older kernel, which does not count
+        return None
 
 
 def shut_down(fd: int, peer: tuple[str, int]) -> bool:

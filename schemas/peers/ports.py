@@ -1,4 +1,4 @@
-"""Free ports that the kernel never gives to an outgoing connection.
+"""TCP ports of our servers: who may bind without keys, and free ports that the kernel gives to no outgoing connection.
 
 A client that reconnects on loopback to a port of the ephemeral range, while no server listens there, may be given that
 very port as its own. TCP then connects the client to itself, and the server cannot have its port back.
@@ -6,9 +6,16 @@ very port as its own. TCP then connects the client to itself, and the server can
 
 from __future__ import annotations
 
+import errno
+import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from headrace.schemas.errors import ConfigError, PortInUseError
+from headrace.schemas.peers.advertised import in_url
+
+log = logging.getLogger(__name__)
 
 LOWEST, HIGHEST = 10_000, 65_535
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -41,3 +48,38 @@ def ports_to_try(port: int) -> Iterator[int | str]:
         return
     yield from quiet_ports()
     yield "*"
+
+
+def bind_to_port(bind: Callable[[str], object], host: str, port: int, key: str) -> None:
+    """Bind a socket by its `bind` to `port` at `host`; for 0, to a free one.
+
+    Raises `PortInUseError`, and `ConfigError` with `key` for a host that is not this machine's.
+    """
+    endpoint = ""
+    for candidate in ports_to_try(port):
+        endpoint = f"tcp://{in_url(host)}:{candidate}"
+        try:
+            bind(endpoint)
+            return
+        except Exception as error:  # pyzmq's ZMQError, which schemas do not import
+            number = getattr(error, "errno", None)
+            if number in (None, errno.EMFILE):
+                raise
+            if number != errno.EADDRINUSE:
+                raise ConfigError(f"{host!r} cannot be bound: {error}", key=key) from error
+    raise PortInUseError(endpoint)
+
+
+def check_insecure(host: str, key: str, insecure_key: str, *, allowed: bool) -> None:
+    """Refuse to serve by TCP without keys, unless that is allowed: any user could connect, and listen.
+
+    `key` is the setting of the host, `insecure_key` the one that allows it. Raises `ConfigError`.
+    """
+    if not allowed:
+        raise ConfigError(
+            f"{host!r} serves by TCP, and there are no keys; name their folder in keys.dir (`headrace keys init` makes "
+            "them), leave it out to serve this user's processes on this machine by Unix sockets, or set "
+            f"{insecure_key} = true on a network you trust",
+            key=key,
+        )
+    log.warning("serving %s without encryption or authentication, since %s = true", host, insecure_key)

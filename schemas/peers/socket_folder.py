@@ -1,27 +1,34 @@
-"""The folder of a broker's Unix sockets. Its mode says who may connect: the user who owns it, and no other.
+"""The folder of a fleet's Unix sockets. Its mode says who may connect: the user who owns it, and no other.
 
-    RUN/ipc/worker, learner, weights    the sockets; the folder has mode 0700
-    RUN/ipc/lock                        held while the broker lives
+    RUN/ipc/worker, learner, weights    the broker's sockets; the folder has mode 0700
+    RUN/ipc/envs-SLOT, clients-SLOT     the sockets of workers for env hosts and for clients
+    RUN/ipc/NAME.lock                   held while the server of these sockets lives
 
-Linux bounds the path of a Unix socket. Where RUN is too long, a new folder below /tmp takes the place of RUN/ipc, and
-broker.json has its path. $XDG_RUNTIME_DIR would not do: it is removed when the user logs out, and fleets live on.
+Linux bounds the path of a Unix socket. Where RUN is too long, RUN/ipc is a link to a new folder below /tmp.
+$XDG_RUNTIME_DIR would not do: it is removed when the user logs out, and fleets live on.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import stat
 import tempfile
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
-from headrace.schemas.basics.run_files import endpoint_in, open_own
+from headrace.schemas.basics.addresses import is_broker_address
+from headrace.schemas.basics.run_files import open_own
 from headrace.schemas.errors import ConfigError, PortInUseError, socket_folder_error
+from headrace.schemas.peers.sockets import OwnSockets
 
 SCHEME = "ipc://"
 _LONGEST_PATH = 107
 """Bytes of the path of a Unix socket on Linux, without the zero at its end."""
-_LONGEST_NAME = "learner"
+_LONGEST_NAME = "clients-99999"
 _ROOT = 0
 
 
@@ -38,33 +45,69 @@ def endpoint_of(folder: Path, role: str) -> str:
 def make_socket_folder(run_dir: Path) -> Path:
     """Return the folder for the sockets of the run in `run_dir`. Make it if there is none.
 
-    Peers find the next broker at the same endpoints, so the folder of an earlier one is used again. Raises
-    `RunDirError` for a folder in the run directory that others can use, and for one that cannot be made.
+    Peers find the next server at the same endpoints, so the folder of an earlier one is used again. Raises
+    `RunDirError` for a folder that others can use, and for one that cannot be made.
     """
     folder = run_dir.absolute() / "ipc"
     try:
-        if not _is_too_long(folder / _LONGEST_NAME):
+        if not _is_unfit(folder / _LONGEST_NAME):
             if not os.path.lexists(folder):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            _check_folder(folder)
-            return folder
-        earlier = endpoint_in(run_dir, "worker")
-        if is_socket(earlier) and not _fault_of(_path_of(earlier).parent):
-            return _path_of(earlier).parent
-        return Path(tempfile.mkdtemp(prefix="headrace-ipc-", dir="/tmp"))
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        else:
+            folder = _linked(folder)
+        _check_folder(folder)
     except OSError as error:
         raise socket_folder_error(str(error.filename or folder), f"it cannot be made ({error.strerror})") from error
+    return folder
 
 
-def lock_socket_folder(folder: Path) -> int:
-    """Lock the folder for one broker. Return the lock's descriptor; closing it releases the folder.
+def new_socket_folder() -> Path:
+    """Make a folder for the sockets of a server without a run directory. Raises `OSError`."""
+    return Path(tempfile.mkdtemp(prefix="headrace-ipc-", dir="/tmp"))
 
-    A socket that is bound replaces an older one at its path, so the lock alone keeps a second broker out. Raises
-    `PortInUseError` where another broker lives, and `RunDirError`.
+
+def _linked(link: Path) -> Path:
+    """Return the folder to which `link` leads. Make both if there is none, or if others can use it.
+
+    Both happen after a restart of the machine: it empties /tmp, where every user can then make a folder of that name.
+    """
+    if not link.is_symlink() or _fault_of(link.readlink()):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        folder = new_socket_folder()
+        aside = link.with_name(f".{link.name}.{folder.name}")
+        aside.symlink_to(folder)
+        aside.replace(link)
+    return link.readlink()
+
+
+class SocketPlace:
+    """The place of a worker's socket: `name` in `folder`, or for "" in a new private folder.
+
+    A new folder ends with this object, or with the program. It stays while envs are built again: peers come back to it.
+    """
+
+    def __init__(self, folder: str, name: str) -> None:
+        self.folder, self.name = Path(folder), name
+        if not folder:
+            self.folder = new_socket_folder()
+            weakref.finalize(self, _remove_folder, self.folder, os.getpid())
+
+
+def _remove_folder(folder: Path, process: int) -> None:
+    """Remove the folder, but not in a copy of the process by `fork`."""
+    if process == os.getpid():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def lock_sockets(own: OwnSockets, folder: Path, server: str, names: Iterable[str]) -> None:
+    """Lock the sockets `names` of a server in a folder. When `own` has closed them, they and the lock are gone.
+
+    A socket that is bound replaces an older one at its path, so the lock alone keeps a second server out. Raises
+    `PortInUseError` where another one lives, and `RunDirError`.
     """
     _check_folder(folder)
     try:
-        lock = open_own(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = open_own(folder / f"{server}.lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise socket_folder_error(str(folder), f"its lock cannot be opened ({error.strerror})") from error
     try:
@@ -72,9 +115,15 @@ def lock_socket_folder(folder: Path) -> int:
     except OSError as error:
         os.close(lock)
         if isinstance(error, BlockingIOError):
-            raise PortInUseError(endpoint_of(folder, "worker")) from None
+            raise PortInUseError(endpoint_of(folder, server)) from None
         raise socket_folder_error(str(folder), f"it cannot be locked ({error.strerror})") from error
-    return lock
+    own.after_end(partial(_release, lock, [folder / name for name in names]))
+
+
+def _release(lock: int, paths: Sequence[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+    os.close(lock)
 
 
 def check_socket(endpoint: str) -> None:
@@ -86,7 +135,7 @@ def check_socket(endpoint: str) -> None:
     if not is_socket(endpoint):
         return
     path = _path_of(endpoint)
-    if not path.is_absolute() or path.parent == path or _is_too_long(path):
+    if not path.is_absolute() or path.parent == path or _is_unfit(path):
         limit = f"ipc:///PATH, with a path of at most {_LONGEST_PATH} bytes"
         raise ConfigError(f"the address should be {limit}, got {endpoint!r:.160}")
     try:
@@ -114,7 +163,7 @@ def _fault_of(folder: Path) -> str:
     if about.st_uid != os.geteuid():
         return (
             f"it belongs to user {about.st_uid}, and this is user {os.geteuid()}; Unix sockets serve one user: be that "
-            "user, or serve others by broker.transport = 'tcp'"
+            "user, or serve others by broker.host, with keys"
         )
     mode = stat.S_IMODE(about.st_mode)
     if mode & 0o077:
@@ -135,5 +184,5 @@ def _path_of(endpoint: str) -> Path:
     return Path(endpoint.removeprefix(SCHEME))
 
 
-def _is_too_long(path: Path) -> bool:
-    return len(os.fsencode(path)) > _LONGEST_PATH
+def _is_unfit(path: Path) -> bool:
+    return len(os.fsencode(path)) > _LONGEST_PATH or not is_broker_address(f"{SCHEME}{path}")

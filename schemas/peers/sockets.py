@@ -133,7 +133,8 @@ class OwnSockets:
         self._context, self._linger_ms = context, int(linger_s * 1000)
         self._open: list[Any] = []
         self._before_end: list[Callable[[], None]] = []
-        parts = context, self._open, self._before_end, self._linger_ms
+        self._after_end: list[Callable[[], None]] = []
+        parts = context, self._open, self._before_end, self._after_end, self._linger_ms
         self._dropped = when_dropped(self, f"{name} was dropped without close()", _end, *parts)
 
     def open(self, kind: int, options: Mapping[str, Any]) -> Any:
@@ -157,6 +158,10 @@ class OwnSockets:
         """Call this before the sockets close. It must not hold their object."""
         self._before_end.append(call)
 
+    def after_end(self, call: Callable[[], None]) -> None:
+        """Call this after the sockets have closed. It must not hold their object."""
+        self._after_end.append(call)
+
     @property
     def usable(self) -> bool:
         """Return whether the sockets are open, and of this process."""
@@ -176,12 +181,20 @@ class OwnSockets:
         """Close all sockets. What they have sent has `linger_s` to leave; None: as long as of a dropped one."""
         if self.usable and self._dropped.detach() is not None:
             linger_ms = self._linger_ms if linger_s is None else int(linger_s * 1000)
-            _end(self._context, self._open, self._before_end, linger_ms)
+            _end(self._context, self._open, self._before_end, self._after_end, linger_ms)
 
 
-def _end(context: Any, sockets: list[Any], before_end: list[Callable[[], None]], linger_ms: int) -> None:
+def _end(
+    context: Any,
+    sockets: list[Any],
+    before_end: list[Callable[[], None]],
+    after_end: list[Callable[[], None]],
+    linger_ms: int,
+) -> None:
     while before_end:
         before_end.pop()()
     for socket in sockets:
         socket.close(linger_ms)
     context.term()
+    while after_end:
+        after_end.pop()()

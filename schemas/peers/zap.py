@@ -9,8 +9,7 @@ from base64 import b85encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.schemas.credentials.keys import ROLES_AT, BrokerKeys
-from headrace.schemas.credentials.loopback_token import ServerToken
+from headrace.schemas.credentials.keys import BrokerKeys
 
 ENDPOINT = "inproc://zeromq.zap.01"
 
@@ -34,20 +33,16 @@ class ZapAnswer:
     """The peer, as the log names it."""
 
 
-def judge(request: Sequence[bytes], keys: BrokerKeys | ServerToken) -> ZapAnswer:
-    """Judge the peer of one request by the key or the token that it shows.
+def judge(request: Sequence[bytes], keys: BrokerKeys) -> ZapAnswer:
+    """Judge the peer of one request by the key that it shows.
 
-    The connection's user id becomes its public key in Z85, or with a token its role. The status 400 tells the peer that
-    the refusal is final, and it does not connect again.
+    The connection's user id becomes its public key in Z85. The status 400 tells the peer that the refusal is final, and
+    it does not connect again.
     """
     version, number, domain, address, _, mechanism, *shown = request
     port = domain.decode()
-    if isinstance(keys, ServerToken):
-        role = keys.role_of(shown)
-        user, who = role.encode(), ""
-        why = "" if role in ROLES_AT[port] else "another role's name" if role else "another token"
-    else:
-        user = b85encode(shown[0]).translate(_Z85) if mechanism == b"CURVE" and shown else b""
-        why, who = keys.judge(port, user)[1], f"{user[:8].decode()}... "
+    user = b85encode(shown[0]).translate(_Z85) if mechanism == b"CURVE" and shown else b""
+    _, why = keys.judge(port, user)
     status = [b"400", why.encode(), b""] if why else [b"200", b"OK", user]
-    return ZapAnswer([version, number, *status, b""], port, why, f"{who}from {address.decode(errors='replace')}")
+    seen = f"{user[:8].decode()}... from {address.decode(errors='replace')}"
+    return ZapAnswer([version, number, *status, b""], port, why, seen)

@@ -15,7 +15,6 @@ from pydantic import Field, field_validator, model_validator
 
 from headrace.schemas.basics.bounds import BROKER_CONNECTIONS, HIGHEST_PORT, MOST_SILENCE_S, WINDOW
 from headrace.schemas.credentials.key_files import group_rule, is_group
-from headrace.schemas.credentials.loopback_token import token_path
 from headrace.schemas.settings.config_section import ConfigSection
 from headrace.schemas.settings.redis_url import read_redis_url
 from headrace.schemas.settings.sampling_settings import SamplingSettings
@@ -98,11 +97,9 @@ class WorkerSection(ConfigSection):
 class BrokerSection(ConfigSection):
     """The broker's endpoints and limits."""
 
-    transport: Literal["tcp", "ipc"] = "tcp"
-    """tcp: three ports; ipc: Unix sockets in a folder of mode 0700, for processes of this user on this machine, without
-    a token"""
-    host: str = "127.0.0.1"
-    """address to bind; off loopback needs [keys]"""
+    host: str = ""
+    """address to bind for TCP, which needs [keys]; empty: Unix sockets in a folder of mode 0700 in the run directory,
+    for this user's processes on this machine"""
     advertise: str = Field(default="", max_length=255, pattern=r"^[^\s/@]*$")
     """name or address by which peers reach the broker; empty: host, or this machine's name where host is 0.0.0.0 or
     ::"""
@@ -114,8 +111,7 @@ class BrokerSection(ConfigSection):
     port: int = Field(default=0, ge=0, le=HIGHEST_PORT - 2)
     """port for workers; the next one is for learners, and the one after that relays weights; 0 takes free ones"""
     allow_insecure: bool = False
-    """serve other machines without keys and unencrypted, and every user of this one without a token, as broker and in
-    [serving]; every start warns"""
+    """serve everyone who reaches broker.host or serving.host, without keys and unencrypted; every start warns"""
     max_batch_bytes: int = Field(default=128 << 20, ge=1 << 16)
     """largest batch accepted"""
     max_held_bytes: int = Field(default=1 << 30, ge=1 << 20)
@@ -141,8 +137,6 @@ class BrokerSection(ConfigSection):
             raise ValueError(f"index = {self.index} is none of count = {self.count} brokers, which begin at 0")
         if self.max_batch_bytes > self.max_held_bytes:
             raise ValueError(f"max_batch_bytes = {self.max_batch_bytes} exceeds max_held_bytes = {self.max_held_bytes}")
-        if self.transport == "ipc":
-            self._check_ipc()
         return self
 
     @property
@@ -155,19 +149,6 @@ class BrokerSection(ConfigSection):
         """Return how long a silent worker that was replaced may live on, to find itself fenced."""
         return 3 * self.lease_s
 
-    def _check_ipc(self) -> None:
-        """Raise ValueError for settings of tcp."""
-        if not is_loopback(self.host):
-            raise ValueError(
-                f"transport = 'ipc' serves this machine alone, and host = {self.host!r} serves others; leave one out"
-            )
-        if self.port:
-            raise ValueError(f"transport = 'ipc' has no ports, and port = {self.port} is one; leave one of them out")
-        if self.allow_insecure:
-            raise ValueError(
-                "transport = 'ipc' serves one user alone, and allow_insecure = true lets others in; leave one out"
-            )
-
     def staleness_bound(self) -> int | None:
         """Return how many versions behind the newest a batch may be; None for any number."""
         return (
@@ -176,9 +157,9 @@ class BrokerSection(ConfigSection):
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a broker that binds `host` can be reached from this machine only."""
+    """Return whether a server that binds `host` can be reached from this machine only. "": it has Unix sockets."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+        return host in ("", "localhost") or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
 
@@ -247,8 +228,7 @@ class KeysSection(ConfigSection):
     """Keys of the fleet's sockets; `schemas/credentials/keys.py` describes the files."""
 
     dir: str = ""
-    """folder that `headrace keys init` made, or a copy of this machine's part; for peers on the same machine also a run
-    directory, or a copy of its token; empty: no keys"""
+    """folder that `headrace keys init` made, or a copy of this machine's part; empty: no keys"""
     group: str = ""
     """group of this machine's keys; empty: that of the only key of its role in the folder, or among several the default
     group; for `up` and the broker, the group of the fleet's own workers"""
@@ -328,23 +308,9 @@ class FleetConfig(ConfigSection):
     dashboard: DashboardSection = DashboardSection()
     slurm: SlurmSection = SlurmSection()
 
-    def asks_token(self) -> bool:
-        """Return whether the broker asks for the token of the run directory."""
-        return is_loopback(self.broker.host) and not (self.keys.dir or self.broker.allow_insecure)
-
-    def token_dir(self) -> str:
-        """Return the run directory for whose token a worker's ports ask; "" for none."""
-        run_dir = self.fleet.run_dir
-        return run_dir if run_dir and self.asks_token() and token_path(Path(run_dir)).exists() else ""
-
     @model_validator(mode="after")
     def _check(self) -> FleetConfig:
-        host = self.broker.host
-        if not (self.keys.dir or self.broker.allow_insecure or is_loopback(host)):
-            raise ValueError(
-                f"broker.host = {host!r} serves other machines: it needs keys.dir (`headrace keys init` makes keys), "
-                "or 127.0.0.1, or broker.allow_insecure = true on a network you trust"
-            )
+        self._check_hosts()
         if self.sampling.synchronous and self.broker.count > 1:
             raise ValueError(
                 f"sampling.synchronous = true has one broker, and broker.count = {self.broker.count}; leave one of "
@@ -432,6 +398,30 @@ class FleetConfig(ConfigSection):
                 "clients drive the episodes; leave one of them out"
             )
 
+    def _check_hosts(self) -> None:
+        broker, by_name = self.broker, self.fleet.rendezvous.startswith("dns://")
+        hosts = {"broker.host": broker.host, "serving.host": self.serving.host if self.serving.enabled else ""}
+        given = [key for key, host in hosts.items() if host]
+        if given and not self.keys.dir and not broker.allow_insecure:
+            raise ValueError(
+                f"{given[0]} = {hosts[given[0]]!r} serves by TCP: it needs keys.dir (`headrace keys init` makes keys); "
+                "leave it out to serve this user's processes on this machine by Unix sockets, or set "
+                "broker.allow_insecure = true on a network you trust"
+            )
+        if broker.allow_insecure and not (broker.host or self.serving.host):  # `headrace serve` enables none
+            raise ValueError(
+                "broker.allow_insecure = true lets everyone in, and Unix sockets serve this user alone; give "
+                "broker.host or serving.host, or leave it out"
+            )
+        for key in (
+            ("broker.port", "broker.advertise", "sampling.env_hosts_port") if not (broker.host or by_name) else ()
+        ):
+            if self.value_of(key):
+                raise ValueError(
+                    f"{key} = {self.value_of(key)!r} is for TCP, and broker.host is empty, which means Unix sockets; "
+                    f"give broker.host and keys.dir, or leave {key} out"
+                )
+
     def _check_env_hosts(self) -> None:
         hosts, workers, placement = self.fleet.env_hosts, self.fleet.workers, self.sampling.env_placement
         if hosts and placement != "remote":
@@ -449,9 +439,12 @@ class FleetConfig(ConfigSection):
 
     @property
     def env_hosts_host(self) -> str:
-        """Return the address where a worker listens for env hosts: on loopback where the broker is, else all."""
+        """Return the address where a worker listens for env hosts: as the broker does, on loopback or on all.
+
+        "": on a Unix socket.
+        """
         host = self.broker.host
-        return "127.0.0.1" if is_loopback(host) else "::" if ":" in host else "0.0.0.0"
+        return host and "127.0.0.1" if is_loopback(host) else "::" if ":" in host else "0.0.0.0"
 
     @property
     def _modules(self) -> int:

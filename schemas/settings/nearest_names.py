@@ -43,6 +43,7 @@ _MEANT = {
     "max_restarts_per_window": ("restart_attempts",),
     "mlflow": ("loggers",),
     "tensorboard": ("loggers",),
+    "transport": ("host",),
     "wandb": ("loggers",),
     "window_bytes": ("max_held_bytes",),
     "worker_port": ("port",),

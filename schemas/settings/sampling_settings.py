@@ -95,8 +95,8 @@ class SamplingSettings(ConfigSection):
     """where envs live: in the runner's own process; in others, where one may hang, crash or leak; or with `headrace
     env-host`s on any machines, which connect to this worker"""
     env_hosts_port: int = Field(default=0, ge=0, le=HIGHEST_PORT)
-    """remote envs: port for their hosts, to which the worker's slot is added; 0 takes a free one. A worker listens on
-    loopback where broker.host is, and else on all addresses, with broker.allow_insecure and broker.lease_s"""
+    """remote envs: port for their hosts by TCP, to which the worker's slot is added; 0 takes a free one. A worker
+    listens on loopback where broker.host is, else on all addresses; where broker.host is empty, on a Unix socket"""
     envs_per_process: int = Field(default=4, ge=1)
     """envs that share a process, and its death; cheap ones share the cost of a message"""
     remote_env_batch_wait_ms: float | None = Field(default=None, ge=0, le=LONGEST_S * 1000)

@@ -25,8 +25,9 @@ class ServingSection(ConfigSection):
 
     enabled: bool = False
     """clients elsewhere drive the episodes, at most sampling.num_envs at once in each worker"""
-    host: str = Field(default="127.0.0.1", min_length=1)
-    """address to bind; off loopback needs [keys], or broker.allow_insecure"""
+    host: str = ""
+    """address to bind for TCP, which needs [keys] or broker.allow_insecure; empty: a Unix socket, and HTTP on
+    127.0.0.1"""
     port: int = Field(default=0, ge=0, le=HIGHEST_PORT)
     """port for ZeroMQ, to which the worker's slot is added; 0 takes a free one"""
     http_port: int | None = Field(default=None, ge=0, le=HIGHEST_PORT)
@@ -42,9 +43,19 @@ class ServingSection(ConfigSection):
 
     @model_validator(mode="after")
     def _check(self) -> ServingSection:
+        if self.port and not self.host:
+            raise ValueError(
+                f"port = {self.port} is for TCP, and host is empty, which means a Unix socket; give host and [keys], "
+                "or leave port out"
+            )
         if self.port and self.port == self.http_port:
             raise ValueError(f"port = {self.port} and http_port = {self.http_port} must differ")
         return self
+
+    @property
+    def http_host(self) -> str:
+        """Return the address to bind for HTTP."""
+        return self.host or "127.0.0.1"
 
     def check_slots(self, workers: int) -> None:
         """Raise ValueError unless each of `workers` workers, whose slot is added, gets ports that no other has."""

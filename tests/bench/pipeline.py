@@ -1,8 +1,8 @@
 """The whole pipeline: two workers on two cores feed a learner that only counts.
 
-`headrace` is two worker processes, a broker process and an `EpisodeStream`, as they run in a fleet on one machine, with
-the run directory's token. `curve` is the same with keys, so that each message is encrypted. The limit is two
-processes that step a SyncVectorEnv with a torch policy into arrays and push those through a bare ZeroMQ proxy, with
+`headrace` is two worker processes, a broker process and an `EpisodeStream`, as they run in a fleet on one machine, over
+Unix sockets. `curve` is the same over TCP with keys, so that each message is encrypted. The limit is two processes that
+step a SyncVectorEnv with a torch policy into arrays and push those through a bare ZeroMQ proxy over Unix sockets,
 without episodes, counters or promises.
 
 PYTHONPATH=tests python -m bench.run --only pipeline
@@ -21,7 +21,7 @@ import zmq
 from bench import limits
 from bench.processes import FLEET_ID, FORKED, Processes
 from bench.table import Row, rows_of
-from bench.transport import made_keys
+from bench.transport import bind_bare, made_keys, tcp_with
 from bench.turns import in_turns
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.chunks.batch import ChunkBatch
@@ -115,7 +115,8 @@ class Fleet:
 def fleet_config(width: int, module: str = "", keys: str = "", env: str = limits.ENV) -> FleetConfig:
     """Return the config for one's own learner, with `width` envs and windows as long as the bare sockets' queues.
 
-    `module` builds the policy, if it is not the default one. `keys` is the folder of the fleet's keys, if it has any.
+    `module` builds the policy, if it is not the default one. `keys` is the folder of the fleet's keys, if it has any:
+    then it serves by TCP.
     """
     sampling = {"env": env, "num_envs": width, "rollout_fragment_length": HORIZON, "seed": 0}
     policy = {"module": {"build": module}} if module else {}
@@ -123,9 +124,8 @@ def fleet_config(width: int, module: str = "", keys: str = "", env: str = limits
         "sampling": sampling,
         "learner": {"enabled": False},
         "worker": {"window_batches": QUEUE},
-        "keys": {"dir": keys},
     }
-    return build_config({**own, **policy})
+    return build_config({**own, **policy, **tcp_with(keys)})
 
 
 def _work(config: FleetConfig, endpoint: str, slot: int, folder: Any) -> None:
@@ -145,10 +145,10 @@ class Proxied:
         self._context = zmq.Context()
         self._pull = _short(self._context, zmq.PULL)
         self._pull.rcvtimeo = 60_000
-        here = f"tcp://127.0.0.1:{self._pull.bind_to_random_port('tcp://127.0.0.1')}"
+        here = bind_bare(self._pull, processes.folder)
         told = FORKED.SimpleQueue()
         self._turn = FORKED.Event()
-        self.pids = {"proxy": processes.start(_proxy, told, here)}
+        self.pids = {"proxy": processes.start(_proxy, told, here, processes.folder)}
         endpoint = told.get()
         for seed in range(WORKERS):
             self.pids[f"sampler {seed}"] = processes.start(_sample, self._turn, endpoint, width, seed)
@@ -183,10 +183,10 @@ def _short(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
     return socket
 
 
-def _proxy(told: Any, there: str) -> None:
+def _proxy(told: Any, there: str, folder: Path) -> None:
     context = zmq.Context()
     pull, push = _short(context, zmq.PULL), _short(context, zmq.PUSH)
-    told.put(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
+    told.put(bind_bare(pull, folder))
     push.connect(there)
     zmq.proxy(pull, push)
 

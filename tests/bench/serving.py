@@ -1,10 +1,10 @@
-"""The policy server on loopback: actions per second and waiting times, over ZeroMQ and over HTTP.
+"""The policy server: actions per second and waiting times, by ZeroMQ over a Unix socket, and by HTTP on loopback.
 
-The limit is a bare ROUTER. It gathers the requests of its REQ clients, runs the same policy on all of them at once and
-answers, without any promise. An application that does the same behind uvicorn shows the cost of HTTP alone. A
-server is one process on either side. All clients are sockets of this one, and each
-asks again as soon as it is answered; what they say is written before their turn and answers are only looked at, so that
-a client costs the same two frames more or less, whomever it asks.
+The limit is a bare ROUTER on a Unix socket. It gathers the requests of its REQ clients, runs the same policy on all of
+them at once and answers, without any promise. An application that does the same behind uvicorn shows the cost of HTTP
+alone. A server is one process on either side. All clients are sockets of this one, and each asks again as soon as it is
+answered; what they say is written before their turn and answers are only looked at, so that a client costs the same two
+frames more or less, whomever it asks.
 
 PYTHONPATH=tests python -m bench.run --only serving
 """
@@ -38,14 +38,15 @@ def measure(seconds: float, rounds: int) -> list[Row]:
 def _measure(count: int, seconds: float, rounds: int) -> list[Row]:
     case = f"{count} client{'s' * (count > 1)}"
     with Processes() as processes, ExitStack() as stack:
-        echo_port, uvicorn_port, port, http_port, unused = _free_ports(5)
-        bare = processes.start(echo, echo_port)
+        uvicorn_port, http_port = _free_ports(2)
+        echoing, served = f"ipc://{processes.folder}/echo", f"ipc://{processes.folder}/clients-0"
+        bare = processes.start(echo, echoing)
         uvicorn = processes.start(echo_http, uvicorn_port)
-        by_zmq = processes.start(serve, port, None, count)
-        by_http = processes.start(serve, unused, http_port, count)
+        by_zmq = processes.start(serve, str(processes.folder), None, count)
+        by_http = processes.start(serve, "", http_port, count)
         arms = {
-            "echo": Asking(Bare(echo_port, count), {"echo": bare}),
-            "zeromq": Asking(ByZmq(port, count), {"server": by_zmq}),
+            "echo": Asking(Bare(echoing, count), {"echo": bare}),
+            "zeromq": Asking(ByZmq(served, count), {"server": by_zmq}),
             "uvicorn": Asking(ByHttp(uvicorn_port, count), {"uvicorn": uvicorn}),
             "http": Asking(ByHttp(http_port, count), {"server": by_http}),
         }

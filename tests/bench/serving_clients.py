@@ -53,14 +53,14 @@ class Written:
 class _Sockets:
     """ZeroMQ clients."""
 
-    def __init__(self, port: int, count: int, kind: int) -> None:
+    def __init__(self, endpoint: str, count: int, kind: int) -> None:
         self.count = count
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._sockets = [self._context.socket(kind) for _ in range(count)]
         self._numbers = {one: client for client, one in enumerate(self._sockets)}
         for one in self._sockets:
-            one.connect(f"tcp://127.0.0.1:{port}")
+            one.connect(endpoint)
             self._poller.register(one, zmq.POLLIN)
 
     def answered(self) -> Iterable[int]:
@@ -79,8 +79,8 @@ class _Sockets:
 class Bare(_Sockets):
     """REQ sockets that send only the observation's bytes."""
 
-    def __init__(self, port: int, count: int) -> None:
-        super().__init__(port, count, zmq.REQ)
+    def __init__(self, endpoint: str, count: int) -> None:
+        super().__init__(endpoint, count, zmq.REQ)
         self._said = OBSERVATION.tobytes()
 
     def write(self) -> None:
@@ -93,8 +93,8 @@ class Bare(_Sockets):
 class ByZmq(_Sockets):
     """The policy server's own messages. The episode of each client never ends."""
 
-    def __init__(self, port: int, count: int) -> None:
-        super().__init__(port, count, zmq.DEALER)
+    def __init__(self, endpoint: str, count: int) -> None:
+        super().__init__(endpoint, count, zmq.DEALER)
         self._who = [{"session": f"z{client}", "token": "t"} for client in range(count)]
         self._written = Written(count, self._step)
         self.write = self._written.fill

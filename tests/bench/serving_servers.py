@@ -20,11 +20,14 @@ from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.modules import actor_critic
 
 
-def serve(port: int, http_port: int | None, places: int) -> None:
-    """Run a runner as in a worker and drop its samples. It serves HTTP if it gets a port for it."""
+def serve(folder: str, http_port: int | None, places: int) -> None:
+    """Run a runner as in a worker and drop its samples. It serves HTTP if it gets a port for it.
+
+    Its Unix socket is `clients-0` in `folder`, or for "" in a folder of its own.
+    """
     from headrace.workers.serving.served_env import ServedEnvs
 
-    creator = ServedEnvs(ServingSection(enabled=True, port=port, http_port=http_port), "CartPole-v1", "")
+    creator = ServedEnvs(ServingSection(enabled=True, http_port=http_port), "CartPole-v1", "", socket_dir=folder)
     config = EnvRunnerConfig(env=creator, num_envs=places, seed=0, external_fragment_max_age_s=0.5)
     stopping, sampler = until_terminated(), SingleAgentEnvRunner(config)
     while not stopping.is_set():
@@ -32,12 +35,12 @@ def serve(port: int, http_port: int | None, places: int) -> None:
     sampler.stop()
 
 
-def echo(port: int) -> None:
+def echo(endpoint: str) -> None:
     """Serve the same policy behind a bare ROUTER."""
     act, stopping = _policy(), until_terminated()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
-        router.bind(f"tcp://127.0.0.1:{port}")
+        router.bind(endpoint)
         while not stopping.is_set():
             if not router.poll(100):
                 continue

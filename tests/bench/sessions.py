@@ -1,4 +1,4 @@
-"""Cost of 200 workers to one broker: a real broker with a real Redis, and 200 sessions of workers over real sockets.
+"""Cost of 200 workers to one broker: a real broker with a real Redis, and 200 sessions of workers over Unix sockets.
 
 The workers have no envs: each ships prebuilt batches at a fixed rate. Figures are the broker's processor time, which
 other programs on the machine disturb little. What a phase costs without its messages is measured first, and taken off.

@@ -1,15 +1,16 @@
 """Transport alone: prebuilt batches from one producer through one broker to one consumer, each a process.
 
 `headrace` is the worker's own shipping (encode, checksum, recorder, window), the broker, and `EpisodeStream` with
-automatic commits, with the run directory's token; `curve` is the same with keys, so that each message is encrypted
-twice and decrypted twice. `forwarding` is a bare loop in Python that passes the very same frames on, without any
-promise. All over tcp loopback, with the same chunks in a message.
+automatic commits, over Unix sockets; `curve` is the same over TCP on loopback with keys, so that each message is
+encrypted twice and decrypted twice. `forwarding` is a bare loop in Python that passes the very same frames on over Unix
+sockets, without any promise, and `forward tcp` is that loop over TCP on loopback. All send the same messages.
 
 PYTHONPATH=tests python -m bench.run --only transport
 """
 
 from __future__ import annotations
 
+import secrets
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -92,16 +93,18 @@ LOADS = (
 
 
 def measure(seconds: float, rounds: int, loads: tuple[Load, ...] = LOADS) -> list[Row]:
-    """Measure both arms in turns, load by load."""
+    """Measure all arms in turns, load by load."""
     rows = []
     for load in loads:
         with (
             Processes() as processes,
             Headrace(load, processes) as headrace,
             Headrace(load, processes, made_keys(processes.folder)) as curve,
-            Forwarding(load, processes) as bare,
+            Forwarding(load, processes, processes.folder) as bare,
+            Forwarding(load, processes, None) as bare_tcp,
         ):
-            turns = in_turns({"forwarding": bare, "headrace": headrace, "curve": curve}, seconds, rounds)
+            arms = {"forwarding": bare, "forward tcp": bare_tcp, "headrace": headrace, "curve": curve}
+            turns = in_turns(arms, seconds, rounds)
         marks = {"headrace": load.mark} if load.mark is not None else {}
         rows += rows_of("transport", load.case, "chunks/s", turns, "forwarding", marks)
     return rows
@@ -111,11 +114,11 @@ def measure(seconds: float, rounds: int, loads: tuple[Load, ...] = LOADS) -> lis
 
 
 class Headrace:
-    """A worker that ships prebuilt batches, a broker, and the stream here."""
+    """A worker that ships prebuilt batches, a broker, and the stream here; with keys, over TCP."""
 
     def __init__(self, load: Load, processes: Processes, keys: str = "") -> None:
-        settings = {"learner": {"enabled": False}, "worker": {"window_batches": load.window}, "keys": {"dir": keys}}
-        config = build_config(settings)
+        settings = {"learner": {"enabled": False}, "worker": {"window_batches": load.window}}
+        config = build_config({**settings, **tcp_with(keys)})
         broker, endpoints = processes.start_broker(config)
         # Of its own: workers of two fleets with the same slot would write to one file.
         recorders = Path(tempfile.mkdtemp(dir=processes.folder))
@@ -149,6 +152,11 @@ def made_keys(folder: Path) -> str:
     """Make keys in a folder below `folder`; return it."""
     make_keys(folder / "keys")
     return str(folder / "keys")
+
+
+def tcp_with(keys: str) -> dict[str, dict[str, str]]:
+    """Return the settings of a broker by TCP with keys in this folder; for "" none: it serves by Unix sockets."""
+    return {"broker": {"host": "127.0.0.1"}, "keys": {"dir": keys}} if keys else {}
 
 
 def _ship(config: FleetConfig, endpoint: str, load: Load, folder: Any) -> None:
@@ -210,16 +218,16 @@ class PrebuiltRunner:
 
 
 class Forwarding:
-    """PUSH, a loop that forwards, and PULL here."""
+    """PUSH, a loop that forwards, and PULL here: over Unix sockets in `folder`, or without one over TCP."""
 
-    def __init__(self, load: Load, processes: Processes) -> None:
+    def __init__(self, load: Load, processes: Processes, folder: Path | None) -> None:
         self._chunks = load.chunks
         self._context = zmq.Context()
         self._pull = bare_socket(self._context, zmq.PULL, load)
         self._pull.rcvtimeo = 30_000
-        here = f"tcp://127.0.0.1:{self._pull.bind_to_random_port('tcp://127.0.0.1')}"
+        here = bind_bare(self._pull, folder)
         told = FORKED.SimpleQueue()
-        self.pids = {"broker": processes.start(forward, told, here, load)}
+        self.pids = {"broker": processes.start(forward, told, here, load, folder)}
         self.pids["worker"] = processes.start(_push, told.get(), load)
 
     def begin(self) -> None:
@@ -248,11 +256,20 @@ def bare_socket(context: zmq.Context[Any], kind: int, load: Load) -> zmq.Socket[
     return socket
 
 
-def forward(told: Any, there: str, load: Load) -> None:
-    """Run the bare broker: bind, report the ports, and forward frames without a copy."""
+def bind_bare(socket: zmq.Socket[Any], folder: Path | None) -> str:
+    """Bind to a new Unix socket in `folder`, or without one to a free port on loopback. Return the address."""
+    if folder is None:
+        return f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+    endpoint = f"ipc://{folder}/bare-{secrets.token_hex(4)}"
+    socket.bind(endpoint)
+    return endpoint
+
+
+def forward(told: Any, there: str, load: Load, folder: Path | None) -> None:
+    """Run the bare broker: bind, report the address, and forward frames without a copy."""
     context = zmq.Context()
     pull, push = bare_socket(context, zmq.PULL, load), bare_socket(context, zmq.PUSH, load)
-    told.put(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
+    told.put(bind_bare(pull, folder))
     push.connect(there)
     while True:
         push.send_multipart(pull.recv_multipart(copy=False), copy=False)

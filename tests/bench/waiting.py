@@ -8,8 +8,8 @@ PYTHONPATH=tests python -m bench.run --only waiting
 from __future__ import annotations
 
 import os
-import socket
 import statistics
+import tempfile
 from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
@@ -20,7 +20,6 @@ from bench import sleepers
 from bench.processes import Processes
 from bench.table import Row
 from bench.turns import cpu_s
-from headrace.schemas.peers.ports import quiet_ports
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.remote.host.process import run_env_host
 
@@ -44,9 +43,9 @@ def measure(seconds: float, rounds: int) -> list[Row]:
         rows.append(_row("in processes", how, sampler, seconds, rounds))
     with Processes() as processes:
         for how, settings in _READY.items():
-            port = _free_port()
-            processes.start(_lend, f"tcp://127.0.0.1:{port}")
-            sampler = _sampler("bench.sleepers:Simulator", env_placement="remote", env_hosts_port=port, **settings)
+            folder = tempfile.mkdtemp(dir=processes.folder)
+            processes.start(_lend, f"ipc://{folder}/envs-0")
+            sampler = _sampler("bench.sleepers:Simulator", env_placement="remote", socket_dir=folder, **settings)
             rows.append(_row("on an env host", how, sampler, seconds, rounds))
     return rows
 
@@ -60,14 +59,6 @@ def _lend(endpoint: str) -> None:
         env="bench.sleepers:Simulator", num_envs=WIDTH, env_placement="process", envs_per_process=1
     )
     run_env_host(config, endpoint, None)
-
-
-def _free_port() -> int:
-    for port in quiet_ports():
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
-    raise OSError("no port is free")
 
 
 def _row(where: str, how: str, sampler: SingleAgentEnvRunner, seconds: float, rounds: int) -> Row:

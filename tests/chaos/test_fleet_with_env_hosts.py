@@ -21,6 +21,7 @@ def test_a_killed_env_host_and_a_killed_worker_are_restarted_and_reconnect(tmp_p
         "sampling.env_placement": "remote",
         "broker.lease_s": "4",
         "sampling.remote_env_batch_wait_ms": "1",
+        "broker.host": "127.0.0.1",
         "keys.dir": tmp_path / "keys",
     }
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]

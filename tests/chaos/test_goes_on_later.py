@@ -92,7 +92,7 @@ CHANGES: dict[str, list[tuple[str, ...]]] = {
     "overflow": [("broker.overflow=drop_oldest",), (), ("broker.overflow=drop_stale", "broker.max_staleness=1")],
     "staleness": [(), ("broker.max_staleness=1",), ()],
     "synchronous": [("sampling.synchronous=true",), (), ("sampling.synchronous=true",)],
-    "transport": [("broker.transport=ipc",), (), ("broker.transport=ipc",)],
+    "transport": [(), ("broker.host=127.0.0.1", "broker.allow_insecure=true"), ()],
     "placement": [
         (),
         ("sampling.env_placement=process",),

@@ -73,7 +73,7 @@ def test_a_strangers_key_of_one_group_harms_no_slot_of_another_and_can_be_revoke
     for name in ("worker.gpu.secret", "broker.public"):
         (elsewhere / name).write_bytes((keys / name).read_bytes())
         (elsewhere / name).chmod(0o600)
-    run = ("--workers", "1", "--num-envs", "2", "--set", f"keys.dir={keys}")
+    run = ("--workers", "1", "--num-envs", "2", "--listen", "127.0.0.1", "--set", f"keys.dir={keys}")
     with RunningFleet(tmp_path / "run", *run) as fleet, ExitStack() as stack:
         fleet.wait_until(lambda: accepted(fleet, 0), "the fleet's own worker delivers")
         fleet_id = read_fleet_file(tmp_path / "run" / "fleet.json").fleet_id

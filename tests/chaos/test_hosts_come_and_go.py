@@ -34,6 +34,7 @@ FIRST_FROM_ELSEWHERE = 1000
 SETTINGS = (*ENVS, "--set", "broker.lease_s=4", "--set", "learner.enabled=false")
 BY_NAME = (
     "fleet.fleet_id=demo",
+    "broker.host=0.0.0.0",
     "broker.port=5701",
     "sampling.env_hosts_port=5800",
 )

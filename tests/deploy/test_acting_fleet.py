@@ -9,6 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from headrace.schemas.peers.socket_folder import endpoint_of, make_socket_folder
 from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.slow
@@ -35,13 +36,13 @@ while True:
 
 
 @pytest.mark.thorough
-def test_client_fragments_train_and_books_balance_though_a_client_is_killed(tmp_path: Path, free_port: int) -> None:
+def test_client_fragments_train_and_books_balance_though_a_client_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(tmp_path), "--env", "CartPole-v1"]
     command += ["--workers", "1", "--num-envs", "2", "--until-steps", "600", "--timeout-s", "180", "--json"]
-    settings = ("enabled=true", f"port={free_port}", "lease_s=2", "client_inference=true")
+    settings = ("enabled=true", "lease_s=2", "client_inference=true")
     for setting in (*(f"serving.{each}" for each in settings), "learner.steps_per_update=128"):
         command += ["--set", setting]
-    endpoint = f"tcp://127.0.0.1:{free_port}"
+    endpoint = endpoint_of(make_socket_folder(tmp_path), "clients-0")
     clients = [
         subprocess.Popen(
             [sys.executable, "-c", CARTS, endpoint, str(index)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -26,6 +26,8 @@ from headrace.schemas.messages import Reject, SupervisorHello, read
 from headrace.schemas.peers.handshakes import Handshakes
 from headrace.schemas.peers.ports import ephemeral_range
 from headrace.schemas.settings import config_loading
+from support.pipeline.delivery import BrokerThread
+from support.ports import by_tcp
 from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.processes
@@ -127,9 +129,14 @@ def test_the_command_reports_a_bad_value_in_one_sentence() -> None:
         ("[sampling]\nenv_config = {day = 2026-01-01}", ("sampling.env_config", "got a date", "bad.toml")),
         ("[broker]\nport = 65534", ("broker.port", "65533")),
         ("[broker]\nworker_port = 5701", ("broker.worker_port", "did you mean broker.port?")),
-        ('[broker]\ntransport = "ipc"\nport = 5701', ("has no ports, and port = 5701 is one",)),
-        ('[broker]\ntransport = "ipc"\nhost = "10.0.0.1"', ("serves this machine alone", "'10.0.0.1'")),
-        ('[broker]\ntransport = "ipc"\nallow_insecure = true', ("lets others in",)),
+        ('[broker]\ntransport = "tcp"', ("broker.transport", "did you mean broker.host?")),
+        ("[broker]\nport = 5701", ("broker.port = 5701 is for TCP", "give broker.host and keys.dir")),
+        ('[broker]\nadvertise = "box"', ("broker.advertise = 'box' is for TCP", "or leave broker.advertise out")),
+        ('[broker]\nhost = "127.0.0.1"', ("serves by TCP: it needs keys.dir", "leave it out to serve this user's")),
+        ("[broker]\nallow_insecure = true", ("lets everyone in, and Unix sockets serve this user alone",)),
+        ("[serving]\nport = 5900", ("port = 5900 is for TCP", "give host and [keys], or leave port out")),
+        ('[serving]\nenabled = true\nhost = "localhost"', ("serving.host = 'localhost' serves by TCP",)),
+        ("[sampling]\nenv_hosts_port = 5800", ("sampling.env_hosts_port = 5800 is for TCP", "give broker.host")),
         ("[fleet", ("is not TOML", "bad.toml")),
     ],
 )
@@ -195,7 +202,7 @@ def test_a_broker_refuses_a_port_in_use(tmp_path: Path) -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        result = headrace("broker", "--run-dir", str(tmp_path), "--set", f"broker.port={port}")
+        result = headrace("broker", "--run-dir", str(tmp_path), *by_tcp(port))
     assert_one_sentence(result, ExitCode.PORT_IN_USE, str(port), "already in use", "choose another port")
 
 
@@ -291,13 +298,13 @@ def test_a_broker_of_another_protocol_version_ends_a_peer(tmp_path: Path, role: 
     )
 
 
-def test_a_broker_chooses_ports_outside_the_ephemeral_range(broker: ServingBroker) -> None:
+def test_a_broker_chooses_ports_outside_the_ephemeral_range(tmp_path: Path) -> None:
     low, high = ephemeral_range()
     if low <= 10_000 and high >= 65_535:
         pytest.skip("this machine leaves no ports outside the ephemeral range")
-    for role in ("worker", "learner", "weights"):
-        port = int(broker.endpoint(role).rpartition(":")[2])
-        assert not low <= port <= high
+    with BrokerThread(tmp_path, host="127.0.0.1", allow_insecure=True) as broker:
+        endpoints = broker.endpoints.model_dump()
+    assert all(not low <= int(endpoint.rpartition(":")[2]) <= high for endpoint in endpoints.values()), endpoints
 
 
 @pytest.mark.parametrize("closed", [0, 1, 2])

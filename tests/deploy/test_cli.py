@@ -25,6 +25,7 @@ from headrace.deploy.run.options import recipes
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.settings.config_loading import known_keys
+from support.ports import by_tcp
 from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.processes
@@ -331,7 +332,7 @@ def test_doctor_passes_this_machine_and_fails_a_taken_port(tmp_path: Path) -> No
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        sick = headrace("doctor", "--run-dir", str(tmp_path), "--set", f"broker.port={port}")
+        sick = headrace("doctor", "--run-dir", str(tmp_path), *by_tcp(port))
     assert sick.returncode == 1
     # The broker's other ports follow on this one. Any program of this machine may hold one of them.
     (line,) = [line for line in sick.stdout.splitlines() if line.startswith("fail  worker port")]

@@ -45,7 +45,12 @@ def env_host(log: Path, address: str | Path, *arguments: str) -> Iterator[subpro
 @pytest.mark.parametrize(
     ("address", "arguments", "code", "words"),
     [
-        ("localhost:5800", (), ExitCode.CONFIG, "--connect: should be tcp://HOST:PORT, got 'localhost:5800'"),
+        (
+            "localhost:5800",
+            (),
+            ExitCode.CONFIG,
+            "--connect: should be tcp://HOST:PORT or ipc:///PATH, got 'localhost:5800'",
+        ),
         ("tcp://localhost:99999", (), ExitCode.CONFIG, "--connect: should be tcp://HOST:PORT"),
         ("tcp://localhost:5800", ("--run-dir", "run"), ExitCode.CONFIG, "give either --connect or --run-dir"),
         ("tcp://localhost:5800", ("--env", "No-v0"), ExitCode.ENV, "environment 'No-v0' cannot be found"),

@@ -25,7 +25,7 @@ from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S, wait_until
 
 SETTINGS = ("--env", "CartPole-v1", "--num-envs", "2")
-REMOTE = ("--set", "sampling.env_placement=remote", "--set", "broker.lease_s=4")
+REMOTE = ("--set", "sampling.env_placement=remote", "--set", "broker.lease_s=4", "--set", "broker.host=127.0.0.1")
 
 
 class Machine:

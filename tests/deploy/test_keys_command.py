@@ -356,8 +356,15 @@ def test_doctor_says_whether_the_keys_are_there_and_sound(tmp_path: Path) -> Non
     assert verdict()[0] == "fail"
     (folder / "worker.secret").unlink()
     assert "it has no .secret file" in verdict()[1]
-    none = FleetConfig(broker=BrokerSection(host="0.0.0.0", allow_insecure=True))
-    assert next(check for check in examine(none) if check.name == "keys").verdict == "warn"
+
+    def without_keys(**broker: object) -> tuple[str, str]:
+        config = FleetConfig(broker=BrokerSection(**broker))
+        check = next(check for check in examine(config) if check.name == "keys")
+        return check.verdict, check.seen
+
+    assert without_keys() == ("ok", "none; Unix sockets serve this user alone")
+    for host, others in (("0.0.0.0", "other machines"), ("127.0.0.1", "all users of this machine")):
+        assert without_keys(host=host, allow_insecure=True) == ("warn", f"none; {others} can connect and read along")
 
 
 @pytest.mark.thorough

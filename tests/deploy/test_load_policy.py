@@ -55,6 +55,16 @@ def test_load_policy_finds_a_run_a_file_and_the_best_checkpoint(tmp_path: Path) 
     assert policy.spaces == {"default_policy": cart_spaces()}
 
 
+def test_a_policy_of_a_run_with_env_hosts_leaves_the_run_directory_alone(tmp_path: Path) -> None:
+    save_run(tmp_path)
+    config = orjson.loads((tmp_path / "config.json").read_bytes())
+    config["sampling"]["env_placement"] = "remote"
+    config["fleet"] = {"run_dir": str(tmp_path / "of-the-fleet")}
+    (tmp_path / "config.json").write_bytes(orjson.dumps(config))
+    assert load_policy(tmp_path).version == (2, 9)
+    assert not (tmp_path / "of-the-fleet").exists()
+
+
 def test_several_policies_act_by_agent_or_by_module_id(tmp_path: Path) -> None:
     modules = save_run_of_two(tmp_path)
     policy = load_policy(tmp_path)

@@ -180,9 +180,9 @@ def test_a_waiting_fleet_prints_commands_that_start_a_worker_and_a_learner(tmp_p
     with fleet(tmp_path, "--workers", "0", "--set", "learner.enabled=false") as (terminal, process):
         worker = terminal.says(r"waiting for a worker \((headrace worker [^)]*)\)")[1]
         learner = terminal.says(r"or start the reference learner: (headrace learner --run-dir [^\s\"]+)")[1]
-        assert 'EpisodeStream(\\"tcp://' in terminal.says(r"stream, weights = .*")[0].replace('("', '(\\"')
+        assert 'EpisodeStream(\\"ipc://' in terminal.says(r"stream, weights = .*")[0].replace('("', '(\\"')
         with pasted(tmp_path, worker):
-            terminal.says(r"waiting for first weights from a learner at tcp://")
+            terminal.says(r"waiting for first weights from a learner at ipc://")
             rows = orjson.loads(headrace(tmp_path, "ps", "--json", "--run-dir", "run").stdout)["processes"]
             (elsewhere,) = [row for row in rows if row["role"] == "worker"]
             assert (elsewhere["name"], elsewhere["alive"]) == ("worker-1000", True)

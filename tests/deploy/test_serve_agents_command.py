@@ -19,7 +19,7 @@ from headrace.learner_stub.reference.training_arrays import training_arrays
 from headrace.schemas.messages.weights import CONNECTORS, join_modules
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.client import PolicyClient
-from support.fleets.serving_process import cart_spaces, serving
+from support.fleets.serving_process import cart_spaces, served_at, serving
 from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.processes
@@ -66,10 +66,10 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_agent_is_answered_by_its_policy_over_zmq_and_http(run_dir: Path, free_port: int) -> None:
+def test_each_agent_is_answered_by_its_policy_over_zmq_and_http(run_dir: Path) -> None:
     rows = np.random.default_rng(0).uniform(-0.3, 0.3, (20, 2, 4)).astype(np.float32)
-    with serving(run_dir, "--port", str(free_port), "--http", "0", "--json") as process:
-        with PolicyClient(f"tcp://127.0.0.1:{free_port}", timeout_s=TIMEOUT_S) as client:
+    with serving(run_dir, "--http", "0", "--json") as process:
+        with PolicyClient(served_at(run_dir), timeout_s=TIMEOUT_S) as client:
             episode = client.start_episode()
             for row in rows:
                 seen = dict(zip(AGENTS, row, strict=True))

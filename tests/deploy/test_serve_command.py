@@ -28,7 +28,7 @@ from headrace.schemas.messages.weights import CONNECTORS, join_modules
 from headrace.workers.connectors import MeanStd
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.client import PolicyClient
-from support.fleets.serving_process import cart_spaces, serving
+from support.fleets.serving_process import cart_spaces, served_at, serving
 from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.processes
@@ -83,10 +83,9 @@ def played(client: PolicyClient, seed: int) -> int:
     return steps
 
 
-def test_a_checkpoint_answers_over_zmq_and_http_and_a_stop_lets_episodes_end(run_dir: Path, free_port: int) -> None:
-    options = ("--config", str(run_dir / "fleet.toml"), "--port", str(free_port), "--http", "0", "--json")
-    endpoint = f"tcp://127.0.0.1:{free_port}"
-    with serving(run_dir, *options) as process, PolicyClient(endpoint, timeout_s=TIMEOUT_S) as client:
+def test_a_checkpoint_answers_over_zmq_and_http_and_a_stop_lets_episodes_end(run_dir: Path) -> None:
+    options = ("--config", str(run_dir / "fleet.toml"), "--http", "0", "--json")
+    with serving(run_dir, *options) as process, PolicyClient(served_at(run_dir), timeout_s=TIMEOUT_S) as client:
         lengths = [played(client, seed) for seed in range(4)]
         probe = client.start_episode()
         for seen in np.random.default_rng(0).normal(MEAN, 0.2, (40, 4)):
@@ -120,13 +119,12 @@ def test_a_checkpoint_answers_over_zmq_and_http_and_a_stop_lets_episodes_end(run
 
 
 @pytest.mark.thorough
-def test_the_sample_client_prints_its_mean_return_and_ends(run_dir: Path, free_port: int) -> None:
+def test_the_sample_client_prints_its_mean_return_and_ends(run_dir: Path) -> None:
     client = [sys.executable, "-m", "headrace.deploy.clients.cartpole"]
     shown = subprocess.run([*client, "--help"], capture_output=True, text=True, check=True, timeout=TIMEOUT_S).stdout
     assert "--episodes" in shown
-    options = ("--config", str(run_dir / "fleet.toml"), "--port", str(free_port))
-    with serving(run_dir, *options):
-        play = [*client, f"tcp://127.0.0.1:{free_port}", "2", "--episodes", "3"]
+    with serving(run_dir, "--config", str(run_dir / "fleet.toml")):
+        play = [*client, served_at(run_dir), "2", "--episodes", "3"]
         played = subprocess.run(play, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert played.returncode == 0, played.stderr
     assert re.search(r"^\d episodes, mean return of the newest \d: [\d.]+$", played.stdout, re.MULTILINE)
@@ -182,5 +180,7 @@ def test_a_taken_port_and_an_open_address_without_keys_are_refused(run_dir: Path
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert isinstance(refusal(*toml, "--http", port), PortInUseError)
-        assert isinstance(refusal(*toml, "--port", port), PortInUseError)
-    assert "there are no keys" in str(refusal(*toml, "--host", "0.0.0.0"))
+        by_tcp = ("--host", "127.0.0.1", "--set", "broker.allow_insecure=true")
+        assert isinstance(refusal(*toml, *by_tcp, "--port", port), PortInUseError)
+    for host in ("0.0.0.0", "127.0.0.1"):
+        assert "serves by TCP, and there are no keys" in str(refusal(*toml, "--host", host))

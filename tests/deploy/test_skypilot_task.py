@@ -54,7 +54,7 @@ def test_the_doctors_line_examines_a_node_as_one_of_workers(tmp_path: Path, free
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m headrace.deploy "$@"\n')
     program.chmod(0o755)
     with socket.create_server(("127.0.0.1", free_port)), socket.create_server(("127.0.0.1", free_port + 2)):
-        (fleet / "fleet.toml").write_text(f"[broker]\nport = {free_port}\n")
+        (fleet / "fleet.toml").write_text(f'[broker]\nhost = "0.0.0.0"\nport = {free_port}\n')
         told = subprocess.run(
             ["bash", "-c", line.replace("broker.example", "localhost")],
             env={**os.environ, "HOME": str(tmp_path)},

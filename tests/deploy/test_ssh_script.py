@@ -113,8 +113,8 @@ def test_workers_on_two_hosts_are_started_shown_and_drained_by_the_commands_of_t
     page, run = Page(root / "docs" / "guides" / "deploy" / "ssh.md"), hosts.folder / "run"
     made = hosts.run(page.line("headrace keys init"))
     assert made.returncode == 0, made.stderr
-    port = f"port = {free_port()}"
-    settings = ["[fleet]", 'fleet_id = "demo"', "[sampling]", "num_envs = 4", "[broker]", port]
+    at = f'host = "127.0.0.1"\nport = {free_port()}'
+    settings = ["[fleet]", 'fleet_id = "demo"', "[sampling]", "num_envs = 4", "[broker]", at]
     (hosts.folder / "fleet.toml").write_text("\n".join(settings) + "\n")
     config = ["--config", str(hosts.folder / "fleet.toml"), "--set", f"keys.dir={hosts.folder / 'keys'}"]
     up = [HEADRACE, "up", "--workers", "0", "--run-dir", str(run), *config]
@@ -190,9 +190,9 @@ def test_workers_get_another_key_and_follow_a_fleet_that_moves_by_the_commands_o
 ) -> None:
     page = Page(root / "docs" / "guides" / "deploy" / "ssh.md")
     assert hosts.run(page.line("headrace keys init")).returncode == 0
-    port = f"port = {free_port()}"
+    at = f'host = "127.0.0.1"\nport = {free_port()}'
     settings = ["[fleet]", 'fleet_id = "demo"', "[sampling]", "num_envs = 4", "[keys]", 'dir = "keys"', "[broker]"]
-    (hosts.folder / "fleet.toml").write_text("\n".join([*settings, port]) + "\n")
+    (hosts.folder / "fleet.toml").write_text("\n".join([*settings, at]) + "\n")
     (hosts.folder / "hosts.txt").write_text("one")
     start = page.line("headrace-ssh start ")
     with fleet_in(hosts.folder, page.line("headrace up --run-dir ")) as fleet:

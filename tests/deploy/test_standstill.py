@@ -144,7 +144,7 @@ def test_the_terminal_names_the_worker_and_the_call_of_an_env_that_does_not_answ
 def test_the_terminal_names_each_stall_and_not_weights_that_workers_have(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with screen(run_dir, "--env", "CartPole-v1", "--num-envs", "2") as fleet:
-        fleet.shows(r"waiting for +first weights from a learner at tcp://[\d.:]+; no learner is connected")
+        fleet.shows(r"waiting for +first weights from a learner at ipc:///\S+/learner; no learner is connected")
         with subprocess.Popen([sys.executable, "-c", LEARNER, str(run_dir)]) as learner:
             try:
                 fleet.shows(r"weights +1/[1-9]")
@@ -167,7 +167,9 @@ def test_the_terminal_names_each_stall_and_not_weights_that_workers_have(tmp_pat
                     client.flushall()
                 fleet.forget()
                 os.kill(broker, signal.SIGKILL)
-                fleet.shows(r"waiting for +a learner at tcp://[\d.:]+ to commit what it holds; no learner is connected")
+                fleet.shows(
+                    r"waiting for +a learner at ipc:///\S+/learner to commit what it holds; no learner is connected"
+                )
                 assert "first weights" not in fleet.text(), "the worker has weights"
                 wait_until(lambda: found(run_dir) == {"no_learner"}, "a finding", pause_s=0.5)
             finally:

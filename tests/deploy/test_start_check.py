@@ -27,6 +27,7 @@ from headrace.schemas.errors import EnvError, ExitCode, HeadraceError, UnknownEn
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
 from headrace.workers import EnvRunnerConfig
+from support.ports import by_tcp
 from support.waiting import TIMEOUT_S
 
 LEAVING = """
@@ -209,7 +210,7 @@ def test_the_check_leaves_only_its_log_in_an_existing_directory(tmp_path: Path) 
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        taken = up(tmp_path, "--run-dir", ".", "--set", f"broker.port={port}")
+        taken = up(tmp_path, "--run-dir", ".", *by_tcp(port))
     misspelt = up(tmp_path, "--run-dir", ".", "--env", "CartPol-v1")
     assert (taken.returncode, misspelt.returncode) == (ExitCode.PORT_IN_USE, ExitCode.ENV)
     assert str(port) in taken.stderr

@@ -19,6 +19,7 @@ from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.schemas.errors import ExitCode
 from support.fleets import slow_training
 from support.fleets.running_fleet import RunningFleet
+from support.ports import by_tcp
 from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -109,7 +110,7 @@ def test_a_port_in_use_ends_the_fleet_with_the_brokers_sentence(tmp_path: Path) 
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        result = up(tmp_path, "--workers", "1", "--set", f"broker.port={port}")
+        result = up(tmp_path, "--workers", "1", *by_tcp(port))
     assert result.returncode == ExitCode.PORT_IN_USE, result.stderr
     (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert str(port) in error

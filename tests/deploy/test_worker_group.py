@@ -24,7 +24,7 @@ from headrace.schemas.accounts.recorder import Reading, read_recorder
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.settings.config_loading import build_config
 from support.fleets.running_fleet import RunningFleet
-from support.ports import free_port
+from support.ports import by_tcp, free_port
 from support.runners.process_driver import is_running
 from support.waiting import TIMEOUT_S, wait_until
 
@@ -140,9 +140,8 @@ def test_a_group_and_a_learner_follow_a_broker_to_new_ports(tmp_path: Path) -> N
     with group(tmp_path, "--rendezvous", str(meet), "--count", "1", *SETTINGS, *RANDOM) as workers:
         stream = None
         for number in range(2):
-            at = f"--set=broker.port={ports[number]}"
             with (tmp_path / "broker.log").open("ab") as log:
-                broker = subprocess.Popen([*command, at], stdout=log, stderr=log)
+                broker = subprocess.Popen([*command, *by_tcp(ports[number])], stdout=log, stderr=log)
             try:
                 stream = stream or EpisodeStream.of(meet, connect_timeout_s=TIMEOUT_S)
                 until = steps + 2000

@@ -19,6 +19,7 @@ import pytest
 from documentation.blocks import blocks_of
 from documentation.story import Story
 
+from headrace.deploy.run.key_pairs import make_keys
 from headrace.workers import EnvRunnerConfig, GymVectorEnv
 from support.ports import free_port
 
@@ -47,16 +48,23 @@ def test_a_block_of_another_library_trains_from_a_fleet(tmp_path: Path, needs: s
 
 
 @pytest.mark.processes
-def test_the_env_hosts_of_the_page_serve_its_loop(tmp_path: Path) -> None:
+def test_the_env_hosts_of_the_page_serve_its_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
+    make_keys(tmp_path / "keys")
+    monkeypatch.chdir(tmp_path)
     loop, hosts = (
         next(block for block in blocks_of(PAGE) if part in block.text)
-        for part in ('env_placement="remote", env_hosts_port=', "headrace env-host --connect")
+        for part in ('env_placement="remote"', "headrace env-host --connect")
     )
     names = {"EnvRunnerConfig": EnvRunnerConfig, "GymVectorEnv": GymVectorEnv}
     with ExitStack() as ends:
         for number, line in enumerate(hosts.text.splitlines()):
-            command = [sys.executable, "-m", "headrace.deploy", *line.replace("5800", str(port)).split()[1:]]
+            command = [
+                sys.executable,
+                "-m",
+                "headrace.deploy",
+                *line.replace("LOOP:5800", f"127.0.0.1:{port}").split()[1:],
+            ]
             log = ends.enter_context((tmp_path / f"host-{number}.log").open("wb"))
             process = ends.enter_context(subprocess.Popen(command, stdout=log, stderr=log))
             ends.callback(process.terminate)

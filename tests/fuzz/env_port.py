@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections import Counter, deque
@@ -16,12 +17,12 @@ from fuzz.mutations import Mutator, peek
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode, decode_header, encode
 from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.peers.socket_folder import endpoint_of, new_socket_folder
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.remote.env_messages import EnvAnswers, EnvHeartbeat, EnvHostBye, EnvHostHello
 from headrace.workers.envs.remote.host.process import EnvHost, learn_spaces
 from support.envs.toy import check_books
-from support.ports import free_port
 
 LIES, LIES_AT_ONCE = 150, 32
 HONEST, LANES = 2, 4
@@ -38,14 +39,14 @@ class Port:
 
     def __init__(self, spaces: Spaces) -> None:
         self.spaces = spaces
-        port = free_port()
-        self.endpoint = f"tcp://127.0.0.1:{port}"
+        self._folder = new_socket_folder()
+        self.endpoint = endpoint_of(self._folder, "envs-0")
         config = EnvRunnerConfig(num_envs=HONEST, envs_per_process=HONEST, **_SAMPLING)
         self._host = EnvHost(config, FleetPlace(self.endpoint), None, spaces)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._host.serve, args=(self._stopping, lambda: None))
         self._thread.start()
-        remote: dict[str, Any] = {"env_placement": "remote", "env_hosts_port": port, **_TURNS, **_OWN_PACE}
+        remote: dict[str, Any] = {"env_placement": "remote", "socket_dir": str(self._folder), **_TURNS, **_OWN_PACE}
         self._remote = SingleAgentEnvRunner(EnvRunnerConfig(num_envs=LANES, **_SAMPLING, **remote), run_uid="fuzz")
         local: dict[str, Any] = {"env_placement": "process", "envs_per_process": LANES, **_OWN_PACE}
         self._local = SingleAgentEnvRunner(EnvRunnerConfig(num_envs=LANES, **_SAMPLING, **local), run_uid="fuzz")
@@ -71,6 +72,7 @@ class Port:
         self._host.close()
         self._remote.stop()
         self._local.stop()
+        shutil.rmtree(self._folder)
 
 
 def _note(runner: SingleAgentEnvRunner, steps: list[deque[bytes]]) -> None:

@@ -1,4 +1,7 @@
-"""Fuzzing of a whole fleet of real processes: strangers send nonsense to every port of its broker, and to its page.
+"""Fuzzing of a whole fleet of real processes: strangers send nonsense to each address of its broker, and to its page.
+
+`fleet` has Unix sockets, and strangers are processes of its user. `keyed_fleet` has TCP, and strangers have keys of the
+fleet; some have none, and send bytes in place of a handshake.
 
 A schedule has two turns, of a length each: in one they send it to the fleet, in the other to a sink beside it, which
 costs the machine the same. All processes of the fleet must live, and keep within the memory that the settings allow.
@@ -19,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +32,11 @@ from fuzz.mutations import Mutator, peek, sealed
 
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.schemas.accounts.recorder import read_recorder
+from headrace.schemas.credentials.keys import read_client_keys
 from headrace.schemas.frames.wire import Buffer, MessageKind
 from support.fleets.running_fleet import RunningFleet
 from support.pipeline.delivery import RawPeer
-from support.raw_zmtp import RawZmtp, frame, memory_of
+from support.raw_zmtp import RawZmtp, command, frame, memory_of
 from support.serving.raw_http import RawHttp
 
 TURN_S = float(os.environ.get("FUZZ_TURN_S", "5"))
@@ -43,13 +47,14 @@ HONEST_SLOTS = range(2)
 HELD_BYTES, BATCH_BYTES = 64 << 20, 4 << 20
 GROWTH = {"broker": HELD_BYTES + 2 * (128 << 20)}
 """Bytes by which a process may grow from its size before: the broker by the batches that it may hold, and by the
-unfinished messages of strangers at two ports (docs/internals/port-bounds.md).
+unfinished messages of strangers at two ports (docs/internals/threat-model.md).
 """
 OTHERS_GROWTH = 128 << 20
-SETTINGS = {"allow_insecure": "true", "max_held_bytes": HELD_BYTES, "max_batch_bytes": BATCH_BYTES}
+SETTINGS = {"max_held_bytes": HELD_BYTES, "max_batch_bytes": BATCH_BYTES}
 _SAMPLES = [frames for _, frames in golden_samples.golden()]
 # Of bytes that no damage turns into frames. Zeros become empty frames, which take much memory.
 _NEVER_ENDS = frame(b"\xff" * (1 << 18), more=True)
+_CURVE_HELLO = b"\1\0" + bytes(72)
 _GET = b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Number: 1\r\n\r\n"
 
 
@@ -57,9 +62,17 @@ class Strangers:
     """One schedule's strangers. Each `say` sends one message to one of `ports`, or to the `page`."""
 
     def __init__(
-        self, seed: int, fleet_id: str, ports: Mapping[str, str], page: str, said: Counter[str], stack: ExitStack
+        self,
+        seed: int,
+        fleet_id: str,
+        ports: Mapping[str, str],
+        page: str,
+        said: Counter[str],
+        stack: ExitStack,
+        keys: Path | None,
     ) -> None:
-        self._mutator, self._said, self._stack = Mutator(seed, "fleet"), said, stack
+        """`keys`: the folder of the fleet's keys, if its ports have any."""
+        self._mutator, self._said, self._stack, self._keys = Mutator(seed, "fleet"), said, stack, keys
         self._fleet_id, self._ports, self._page = fleet_id, ports, page
         self._slots = itertools.count(5000 + 1000 * (seed % 1000))
         self._peers: dict[str, tuple[RawPeer, int]] = {}
@@ -99,22 +112,28 @@ class Strangers:
             self._peers.pop(role)[0].__exit__()
 
     def _new_peer(self, role: str) -> tuple[RawPeer, int]:
-        peer, slot = RawPeer(self._ports[role], role), next(self._slots)
+        keys = read_client_keys(self._keys, role) if self._keys is not None else None
+        peer, slot = RawPeer(self._ports[role], role, keys), next(self._slots)
         self._stack.callback(peer.__exit__)
         self._peers[role] = peer, slot
         return peer, slot
 
     def _say_raw(self, role: str) -> None:
-        """Send bytes that no libzmq sends: damaged frames, and messages that never end."""
+        """Send bytes that no libzmq sends: damaged frames or handshakes, and messages that never end."""
         rng, kind = self._mutator.random, b"SUB" if role == "weights" else b"DEALER"
+        mechanism = b"NULL" if self._keys is None else b"CURVE"
         raw = self._raw.get(role)
         if raw is None:
             try:
-                raw = self._raw[role] = self._stack.enter_context(RawZmtp(self._ports[role], kind))
+                raw = self._raw[role] = self._stack.enter_context(RawZmtp(self._ports[role], kind, mechanism))
             except (OSError, AssertionError):  # messages of the connection before count on the one with its descriptor
                 return
         data = b"\1" + rng.randbytes(4) if role == "weights" else bytes(rng.choice(_SAMPLES)[0])
-        said = rng.choice((frame(data, more=False), self._mutator.data(frame(data, more=True)), _NEVER_ENDS))
+        if self._keys is not None:  # its first command, with a key and a box that are none
+            data = _CURVE_HELLO + rng.randbytes(120)
+            said = rng.choice((command(b"HELLO", data), self._mutator.data(command(b"HELLO", data)), _NEVER_ENDS))
+        else:
+            said = rng.choice((frame(data, more=False), self._mutator.data(frame(data, more=True)), _NEVER_ENDS))
         if not raw.send(said) or rng.random() < 0.05:
             self._raw.pop(role).__exit__()
         self._said[f"{role}: bytes"] += 1
@@ -134,8 +153,8 @@ def _is_accepted(frames: Sequence[Buffer], fleet_id: str) -> bool:
 class FuzzedFleet:
     """A fleet, its processes as they were before the first message of a stranger, and its rates."""
 
-    def __init__(self, fleet: RunningFleet) -> None:
-        self.fleet = fleet
+    def __init__(self, fleet: RunningFleet, keys: Path | None) -> None:
+        self.fleet, self._keys = fleet, keys
         self._pids = self._processes()
         self._before = {name: memory_of(pid) for name, pid in self._pids.items()}
         self._most = dict(self._before)
@@ -149,10 +168,11 @@ class FuzzedFleet:
             with ExitStack() as stack:
                 if to_fleet:
                     ports = {role: self.fleet.endpoint(role) for role in ROLES}
-                    strangers = Strangers(seed, page.fleet_id, ports, page.endpoints["dashboard"], said, stack)
+                    own = page.endpoints["dashboard"]
+                    strangers = Strangers(seed, page.fleet_id, ports, own, said, stack, self._keys)
                 else:
                     ports, sink = stack.enter_context(_sink())
-                    strangers = Strangers(seed, page.fleet_id, ports, sink, Counter(), stack)
+                    strangers = Strangers(seed, page.fleet_id, ports, sink, Counter(), stack, None)
                 self._turn(strangers, to_fleet=to_fleet)
 
     def _turn(self, strangers: Strangers, *, to_fleet: bool) -> None:
@@ -234,14 +254,23 @@ def _sink() -> Iterator[tuple[dict[str, str], str]]:
         yield endpoints, f"http://127.0.0.1:{page.getsockname()[1]}"
 
 
-@contextmanager
-def fleet() -> Iterator[Callable[[int, Counter[str]], None]]:
+def fleet() -> AbstractContextManager[Callable[[int, Counter[str]], None]]:
     """Yield a function that plays the schedule of a seed beside one fleet, whose end is judged at the end."""
+    return _fleet()
+
+
+def keyed_fleet() -> AbstractContextManager[Callable[[int, Counter[str]], None]]:
+    """Do the same beside a fleet that listens by TCP."""
+    return _fleet("--listen", "127.0.0.1")
+
+
+@contextmanager
+def _fleet(*listen: str) -> Iterator[Callable[[int, Counter[str]], None]]:
     broker = [option for name, value in SETTINGS.items() for option in ("--set", f"broker.{name}={value}")]
     run = ("--workers", str(len(HONEST_SLOTS)), "--num-envs", "8", "--dashboard", "--timeout-s", "86400", *broker)
-    with tempfile.TemporaryDirectory() as folder, RunningFleet(Path(folder), *run) as running:
+    with tempfile.TemporaryDirectory() as folder, RunningFleet(Path(folder), *run, *listen) as running:
         running.wait_until(lambda: running.steps() > 3000 and _page_serves(running), "training has begun")
-        fuzzed = FuzzedFleet(running)
+        fuzzed = FuzzedFleet(running, Path(folder, "keys") if listen else None)
         yield fuzzed.play
         fuzzed.finish()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Self
@@ -10,12 +11,13 @@ import zmq
 from fuzz.mutations import peek
 
 from headrace.schemas.frames.wire import Buffer, MessageKind
+from headrace.schemas.peers.socket_folder import endpoint_of, new_socket_folder
 
 Frames = Sequence[Buffer]
 
 
 class LyingBroker:
-    """A ROUTER on loopback. `answer` is called in its thread with (kind, header, frames) of each message it hears.
+    """A ROUTER on a Unix socket. `answer` is called in its thread with (kind, header, frames) of each message it hears.
 
     What `answer` returns goes to the peer that spoke.
     """
@@ -25,7 +27,9 @@ class LyingBroker:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._folder = new_socket_folder()
+        self.endpoint = endpoint_of(self._folder, "broker")
+        self._socket.bind(self.endpoint)
         self.error: BaseException | None = None
         """The unexpected exception that ended the broker's thread, if any."""
         self._stopping = threading.Event()
@@ -61,4 +65,5 @@ class LyingBroker:
         self._stopping.set()
         self._thread.join()
         self._context.destroy(linger=0)
+        shutil.rmtree(self._folder)
         self.check()

@@ -1,7 +1,8 @@
-"""Fuzzing by raw ZMTP: bytes that libzmq never sends, at the ports of a broker in a process of its own and of a server.
+"""Fuzzing by raw ZMTP: bytes that libzmq never sends, at a broker in a process of its own, and at a server.
 
 A peer sends bursts of messages between pings and other commands, stops in the midst of a frame, and ends by a reset.
-libzmq ends its process where it fails on that, and no Python code sees it.
+libzmq ends its process where it fails on that, and no Python code sees it. The broker has Unix sockets, where each
+process of this user is let in; the server has TCP without keys.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def raw_peers() -> Iterator[Callable[[int, Counter[str]], None]]:
     """Yield a function that plays the peers of a seed. The broker and the server live on, and answer honest peers."""
     with ExitStack() as stack:
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        broker = stack.enter_context(broker_process(run_dir, allow_insecure=True))
+        broker = stack.enter_context(broker_process(run_dir))
         server = stack.enter_context(Served(replace(LIMITS, max_sessions=1000)))
         go_on = stack.enter_context(somebody_else(server))
         state = read_broker_file(run_dir)

@@ -3,16 +3,17 @@
 Run every target for N minutes in all with `python tests/fuzz/run.py N`, or `make fuzz MINUTES=N`. A finding names its
 target and its seed, which go into `corpus.json`; `python tests/fuzz/run.py 0 TARGET SEED` plays it again.
 
-    broker     the broker's core, beside honest peers (tests/simulation/fuzz.py)
-    learner    a learner's stream, from a broker that lies
-    worker     a worker's session and weights, from a broker that lies
-    env-port   a worker's port for env hosts, from hosts that lie beside an honest one
-    env-host   an env host, from a worker that lies
-    serving    a policy server, from clients by ZeroMQ and by HTTP
-    raw        a broker's ports and a policy server's, from peers that speak ZMTP by hand
-    files      the files of a run directory
-    redis      the values in Redis
-    fleet      a whole fleet of real processes, from strangers at its ports
+    broker      the broker's core, beside honest peers (tests/simulation/fuzz.py)
+    learner     a learner's stream, from a broker that lies
+    worker      a worker's session and weights, from a broker that lies
+    env-port    a worker's port for env hosts, from hosts that lie beside an honest one
+    env-host    an env host, from a worker that lies
+    serving     a policy server, from clients with keys by ZeroMQ, and by HTTP
+    raw         a broker's Unix sockets and a policy server's port, from peers that speak ZMTP by hand
+    files       the files of a run directory
+    redis       the values in Redis
+    fleet       a whole fleet of real processes, from strangers at its Unix sockets
+    keyed-fleet the same fleet by TCP, from strangers who have its keys, and some who have none
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ TARGETS: dict[str, Callable[[], AbstractContextManager[Play]]] = {
     "files": _in("fuzz.run_files", "files"),
     "redis": _in("fuzz.redis_values", "redis_values"),
     "fleet": _in("fuzz.fleet", "fleet"),
+    "keyed-fleet": _in("fuzz.fleet", "keyed_fleet"),
 }
 
 MOST_GROWTH = 512 << 20

@@ -1,15 +1,19 @@
-"""Fuzzing of a policy server: sealed requests with any content, beside an honest client that continues."""
+"""Fuzzing of a policy server with keys: sealed requests of a client that has one, beside an honest client."""
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import zmq
 from fuzz.mutations import NUMBERS, Mutator
 
+from headrace.deploy.run.key_pairs import make_keys
+from headrace.schemas.credentials.keys import CLIENT, ClientKeys, port_keys, read_client_keys
 from headrace.schemas.errors.serving import HTTP_STATUS
 from headrace.schemas.frames.wire import MessageKind, decode, encode
 from headrace.workers.serving.serving_messages import ANSWERS, ClientHello
@@ -22,13 +26,15 @@ MESSAGES, AT_ONCE = 100, 50
 ANSWER_MS = 100_000
 
 
-def by_zmq(seed: int, server: Served) -> Counter[str]:
+def by_zmq(seed: int, server: Served, keys: ClientKeys) -> Counter[str]:
     """Return the number of answers by error, and "" for answers without an error. Every message is answered."""
     told, mutator, hostile = Counter[str](), Mutator(seed, "serving"), Hostile(seed, f"session-{seed}")
     with zmq.Context() as context:
         for first in range(0, MESSAGES, AT_ONCE):
             with context.socket(zmq.DEALER) as sock:
                 sock.linger = 0
+                for name, value in keys.options().items():
+                    setattr(sock, name.lower(), value)
                 sock.connect(server.endpoint)
                 _join(sock, f"session-{seed}")
                 for _ in range(first, min(first + AT_ONCE, MESSAGES)):
@@ -55,11 +61,17 @@ def _join(sock: zmq.Socket[bytes], session: str) -> None:
 @contextmanager
 def serving() -> Iterator[Callable[[int, Counter[str]], None]]:
     """Yield a function that sends the requests of a seed to one server, by ZeroMQ or by HTTP."""
-    with Served(replace(LIMITS, max_sessions=1000)) as server, somebody_else(server) as go_on:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "keys"
+        make_keys(folder)
+        keys = read_client_keys(folder, CLIENT)
+        limits = replace(LIMITS, max_sessions=1000)
+        server = stack.enter_context(Served(limits, keys=port_keys(str(folder), CLIENT)))
+        go_on = stack.enter_context(somebody_else(server, keys))
 
         def play(seed: int, said: Counter[str]) -> None:
             if seed % 3:
-                told, way = by_zmq(seed, server), "ZeroMQ"
+                told, way = by_zmq(seed, server, keys), "ZeroMQ"
             else:
                 told, way = codes_by_http(Hostile(seed, f"session-{seed}"), server.url, MESSAGES, go_on), "HTTP"
             assert set(told) <= {"", *HTTP_STATUS}, told

@@ -36,9 +36,9 @@ from support.serving.served import Served
 
 SCHEDULES = {
     **{"broker": 1, "learner": 2, "worker": 2, "env-port": 1, "env-host": 1, "serving": 6, "files": 4, "redis": 4},
-    **{"raw": 6, "fleet": 2},
+    **{"raw": 6, "fleet": 2, "keyed-fleet": 2},
 }
-"""About a second each; the whole fleet takes half a minute. Their number is fixed: a fast machine plays no others.
+"""About a second each; a whole fleet takes half a minute. Their number is fixed: a fast machine plays no others.
 
 Of the broker, `tests/simulation/test_book_checks.py` plays more.
 """
@@ -46,7 +46,7 @@ Of the broker, `tests/simulation/test_book_checks.py` plays more.
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "target", [pytest.param(name, marks=[pytest.mark.thorough] if name == "fleet" else []) for name in TARGETS]
+    "target", [pytest.param(name, marks=[pytest.mark.thorough] if "fleet" in name else []) for name in TARGETS]
 )
 def test_no_lie_raises_an_undocumented_error_and_honest_peers_continue(target: str) -> None:
     """Play the first seeds, and the seeds that have found a bug."""

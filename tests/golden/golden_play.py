@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -24,8 +22,6 @@ from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallbac
 from headrace.workers.envs import restarts
 
 HERE = Path(__file__).parent
-_FIRST_PORT, _PORTS, _PROCESSES = 1_100, 100, 8
-"""Ports of each process of tests, beside those of `support.ports`: hosts ask for theirs until the session ends."""
 
 Settings = dict[str, Any]
 
@@ -69,8 +65,8 @@ class Play:
         given: Settings = {"seed": 7, "rollout_fragment_length": 8, "num_envs": 3}
         given |= self._case.settings | settings
         if self._case.host is not None:
-            first = self._hosts.port(self._case.host) - self._case.runner.get("worker_index", 0)
-            given |= {"env_placement": "remote", "env_hosts_port": first}
+            folder = self._hosts.socket_dir(self._case.host, self._case.runner.get("worker_index", 0))
+            given |= {"env_placement": "remote", "socket_dir": folder}
         if self._case.events:
             given["callbacks"] = [self.events]
         kind = MultiAgentEnvRunner if self._case.several else SingleAgentEnvRunner
@@ -246,9 +242,9 @@ class Hosts:
     """Env hosts by their settings: each is started when it is first asked for, and serves one runner after another."""
 
     def __init__(self) -> None:
-        self._ports: dict[str, int] = {}
+        self._folders: dict[str, Path] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="golden-hosts-")
+        self._folder = tempfile.TemporaryDirectory(prefix="golden-hosts-", dir="/tmp")  # a short path, for sockets
 
     def __enter__(self) -> Self:
         return self
@@ -260,31 +256,22 @@ class Hosts:
             process.wait(60)
         self._folder.cleanup()
 
-    def port(self, settings: Settings) -> int:
-        """Return the port where a runner has to listen for the host of these settings."""
-        key = json.dumps(settings, sort_keys=True)
-        if key not in self._ports:
-            self._ports[key] = port = self._free_port()
-            self._start(port, **settings)
-        return self._ports[key]
+    def socket_dir(self, settings: Settings, slot: int) -> str:
+        """Return the folder of the socket at which a runner in `slot` has to listen for the host of these settings."""
+        key = json.dumps([settings, slot], sort_keys=True)
+        if key not in self._folders:
+            self._folders[key] = folder = Path(self._folder.name) / f"{len(self._folders)}"
+            folder.mkdir(mode=0o700)
+            self._start(folder, slot, **settings)
+        return str(self._folders[key])
 
-    def _free_port(self) -> int:
-        """Return a port of no other host: between two runners nobody listens at that of a host."""
-        number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _PROCESSES
-        first = _FIRST_PORT + _PORTS * number
-        for port in sorted({*range(first, first + _PORTS)} - {*self._ports.values()}):
-            with socket.socket() as probe, suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
-        raise AssertionError("no port is free")
-
-    def _start(self, port: int, env: str, num_envs: int, env_config: Settings | None = None) -> None:
+    def _start(self, folder: Path, slot: int, env: str, num_envs: int, env_config: Settings | None = None) -> None:
         command = [sys.executable, "-m", "headrace.deploy", "env-host", "--env", env, "--num-envs", str(num_envs)]
-        command += ["--connect", f"tcp://127.0.0.1:{port}", "--set", "sampling.envs_per_process=2"]
+        command += ["--connect", f"ipc://{folder}/envs-{slot}", "--set", "sampling.envs_per_process=2"]
         command += ["--set", "worker.connect_timeout_s=100000"]  # other cases may come between two that use this host
         if env_config is not None:
             command += ["--set", f"sampling.env_config={json.dumps(env_config)}"]
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        with (Path(self._folder.name) / f"{port}.log").open("wb") as log:
+        with folder.with_suffix(".log").open("wb") as log:
             environment = os.environ | {"PYTHONPATH": path}
             self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))

@@ -10,7 +10,6 @@ import pytest
 
 from headrace.learner_stub import WeightPublisher
 from headrace.schemas.credentials.keys import BrokerKeys
-from headrace.schemas.credentials.loopback_token import ServerToken
 from support.pipeline.delivery import BrokerThread, Feeder, StartBroker, StartFeeder, end_worker_forks
 from support.waiting import TIMEOUT_S
 
@@ -36,7 +35,7 @@ def start_broker(stack: ExitStack, tmp_path: Path) -> StartBroker:
     def start(
         run_dir: Path = tmp_path,
         fleet_id: str = "fleet",
-        keys: BrokerKeys | ServerToken | None = None,
+        keys: BrokerKeys | None = None,
         **settings: object,
     ) -> BrokerThread:
         return stack.enter_context(BrokerThread(run_dir, fleet_id, keys, **settings))

@@ -15,7 +15,7 @@ from headrace.workers.modules import actor_critic
 from headrace.workers.serving.acting import ActingClient
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.several_agents import AgentWitness
-from support.pipeline.worker_threads import WorkerThread, closed_row, drain
+from support.pipeline.worker_threads import WorkerThread, closed_row, drain, in_run
 from support.waiting import TIMEOUT_S
 
 SAMPLING: dict[str, Any] = {"num_envs": 4, "policies": {"short": {}, "long": {}}, "external_fragment_max_age_s": 0.2}
@@ -34,11 +34,13 @@ def play(client: ActingClient, steps: int, *, ends: bool = True) -> None:
 
 
 def test_each_client_step_reaches_the_learner_once_or_is_counted_as_discarded(
-    broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    fleet, address = in_run(tmp_path, "clients")
     sections = {
+        "fleet": fleet,
         "sampling": {"env": ENV, **SAMPLING},
-        "serving": {"enabled": True, "port": free_port, "client_inference": True},
+        "serving": {"enabled": True, "client_inference": True},
         "worker": {"window_batches": 64},  # nothing is taken while the client plays
     }
     witness = AgentWitness()
@@ -49,7 +51,7 @@ def test_each_client_step_reaches_the_learner_once_or_is_counted_as_discarded(
     ):
         spaces = stream.module_spaces(timeout_s=TIMEOUT_S)
         weights.publish({module_id: actor_critic(own).state_dict() for module_id, own in spaces.items()})
-        with ActingClient(f"tcp://127.0.0.1:{free_port}", EnvRunnerConfig(seed=1, **SAMPLING)) as client:
+        with ActingClient(address, EnvRunnerConfig(seed=1, **SAMPLING)) as client:
             for steps in (30, 50, 20):
                 play(client, steps)
             play(client, 10, ends=False)

@@ -15,8 +15,7 @@ from headrace.schemas.errors import UnreachableError
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.client import PolicyClient
 from support.pipeline.delivery import BrokerThread, worker_process
-from support.pipeline.worker_threads import SAMPLING
-from support.ports import free_port as other_free_port
+from support.pipeline.worker_threads import SAMPLING, in_run
 from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.processes
@@ -45,10 +44,11 @@ def _play(client: PolicyClient, episode: str) -> None:
 def test_client_errors_and_heartbeats_name_the_reason_why_the_worker_waits(
     broker: BrokerThread, free_port: int, tmp_path: Path
 ) -> None:
-    http_port = other_free_port()
+    fleet, address = in_run(tmp_path, "clients")
     sections: dict[str, Any] = {
+        "fleet": fleet,
         "sampling": {**SAMPLING, "num_envs": 1, "rollout_fragment_length": 4},
-        "serving": {"enabled": True, "port": free_port, "http_port": http_port},
+        "serving": {"enabled": True, "http_port": free_port},
         "worker": {"window_batches": 2},
         "learner": {"enabled": False},
     }
@@ -56,7 +56,7 @@ def test_client_errors_and_heartbeats_name_the_reason_why_the_worker_waits(
         EpisodeStream(broker.endpoints.learner, auto_commit=False) as stream,
         WeightPublisher(broker.endpoints.learner) as weights,
         worker_process(tmp_path, broker.endpoints.worker, 0, 1, sections) as worker,
-        PolicyClient(f"tcp://127.0.0.1:{free_port}", timeout_s=2.0, connect_timeout_s=TIMEOUT_S) as client,
+        PolicyClient(address, timeout_s=2.0, connect_timeout_s=TIMEOUT_S) as client,
     ):
         episode = client.start_episode()
         with pytest.raises(
@@ -67,7 +67,7 @@ def test_client_errors_and_heartbeats_name_the_reason_why_the_worker_waits(
         why = r"within 2 s: its worker waits for room in the window \(held up by: learner\)"
         with pytest.raises(UnreachableError, match=why):
             _play(client, episode)
-        assert _heartbeat_over_http(http_port) == {"waiting_for": "room in the window (held up by: learner)"}
+        assert _heartbeat_over_http(free_port) == {"waiting_for": "room in the window (held up by: learner)"}
         taken = 0
         while taken < 8:
             batch = stream.next(20.0)
@@ -75,7 +75,7 @@ def test_client_errors_and_heartbeats_name_the_reason_why_the_worker_waits(
             taken += batch.steps
         stream.commit()
         client.get_action(episode, SEEN)
-        assert _heartbeat_over_http(http_port) == {}
+        assert _heartbeat_over_http(free_port) == {}
         worker.popen.kill()
         worker.popen.wait(20.0)
         with pytest.raises(UnreachableError, match="no policy server answers"):

@@ -327,17 +327,17 @@ def next_event(monitor: zmq.Socket[bytes]) -> zmq.Event:
     return zmq.Event(int.from_bytes(monitor.recv_multipart()[0][:2], "little"))
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+@pytest.mark.parametrize("host", ["127.0.0.1", ""], ids=["tcp", "ipc"])
 def test_a_key_is_added_and_revoked_while_the_broker_runs(
     start_broker: StartBroker,
     start_feeder: StartFeeder,
     folder: Path,
     stack: ExitStack,
     caplog: pytest.LogCaptureFixture,
-    transport: str,
+    host: str,
 ) -> None:
     keys = read_broker_keys(folder)
-    broker = start_broker(keys=keys, transport=transport)
+    broker = start_broker(keys=keys, host=host)
     staying = start_feeder(broker.endpoints.worker, keys=keys_of(folder))
     add_key(folder, "worker", "gpu")
     gpu, public = read_client_keys(folder, "worker", "gpu"), (folder / "worker.gpu.public").read_text()
@@ -427,7 +427,7 @@ def test_a_slot_stays_with_its_key_group_after_a_broker_restart(
 
 def test_a_workers_port_lets_in_all_groups_of_env_hosts_until_their_key_is_revoked(folder: Path) -> None:
     add_key(folder, ENV_HOST, "lab")
-    port = RouterPort("127.0.0.1", 0, port_keys(folder, ENV_HOST))
+    port = RouterPort(("127.0.0.1", 0), port_keys(str(folder), ENV_HOST))
     try:
         outcomes = [knock(port, read_client_keys(folder, ENV_HOST, group)) for group in ("", "lab")]
         lab = read_client_keys(folder, ENV_HOST, "lab")
@@ -504,10 +504,13 @@ def test_the_repr_of_keys_shows_no_secret(ours: Path) -> None:
     assert read_broker_keys(ours).secret.decode() not in repr(read_broker_keys(ours))
 
 
-def test_other_machines_are_served_with_keys_only(ours: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match=r"broker\.host: 0\.0\.0\.0 is reachable from other machines.*keys\.dir"):
-        BrokerThread(tmp_path, host="0.0.0.0")
-    BrokerThread(tmp_path, keys=read_broker_keys(ours), host="0.0.0.0").broker.close()
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+def test_tcp_is_served_with_keys_only_on_loopback_too(
+    ours: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"broker\.host: .* serves by TCP, and there are no keys; name their folder"):
+        BrokerThread(tmp_path, host=host)
+    BrokerThread(tmp_path, keys=read_broker_keys(ours), host=host).broker.close()
     assert "without encryption" not in caplog.text
-    BrokerThread(tmp_path, host="0.0.0.0", allow_insecure=True).broker.close()
-    assert "serving 0.0.0.0 without encryption" in caplog.text
+    BrokerThread(tmp_path, host=host, allow_insecure=True).broker.close()
+    assert f"serving {host} without encryption" in caplog.text

@@ -179,7 +179,7 @@ def test_connections_beyond_the_bound_are_closed_and_peers_before_them_go_on(
 @pytest.mark.parametrize("role", ["worker", "weights"])
 def test_hundreds_of_workers_connect_at_once_to_a_broker_that_is_busy(tmp_path: Path, role: str) -> None:
     """The kernel keeps their connections. Beyond the backlog it drops them, and a peer tries again after a second."""
-    with broker_process(tmp_path) as process, ExitStack() as stack:
+    with broker_process(tmp_path, allow_insecure=True) as process, ExitStack() as stack:
         state = read_broker_file(tmp_path)
         assert state is not None
         host, port = getattr(state.endpoints, role).removeprefix("tcp://").split(":")

@@ -51,7 +51,10 @@ def test_a_peer_with_another_protocol_version_is_refused_with_both_versions(brok
     assert f"peer speaks protocol 99.{PROTOCOL_MINOR}, this side 1.x" in refused.detail
 
 
-def test_garbage_on_every_socket_leaves_the_broker_serving(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+def test_garbage_on_every_socket_leaves_the_broker_serving(
+    start_broker: StartBroker, start_feeder: StartFeeder
+) -> None:
+    broker = start_broker(allow_insecure=True)
     noise = random.Random(0)
     feeder = start_feeder(broker.endpoints.worker, Envs(1).fragments(30))
     with RawPeer(broker.endpoints.worker) as one, RawPeer(broker.endpoints.learner) as other:
@@ -241,11 +244,12 @@ def test_an_older_incarnation_is_fenced(broker: BrokerThread, start_feeder: Star
 
 
 def test_a_port_in_use_gives_an_error_that_names_it(
-    broker: BrokerThread, start_broker: StartBroker, tmp_path_factory: object
+    start_broker: StartBroker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    broker = start_broker(allow_insecure=True)
     port = int(broker.endpoints.worker.rpartition(":")[2])
     with pytest.raises(PortInUseError, match=f":{port} is already in use"):
-        start_broker(tmp_path_factory.mktemp("other"), port=port)  # type: ignore[attr-defined]
+        start_broker(tmp_path_factory.mktemp("other"), port=port)
 
 
 def test_spaces_reach_a_learner_that_started_before_the_worker(broker: BrokerThread, start_feeder: StartFeeder) -> None:
@@ -297,7 +301,7 @@ def _has_ipv6() -> bool:
 
 @pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6 loopback")
 def test_a_broker_serves_at_an_ipv6_address(start_broker: StartBroker, start_feeder: StartFeeder) -> None:
-    broker = start_broker(host="::1")
+    broker = start_broker(host="::1", allow_insecure=True)
     assert "[::1]" in broker.endpoints.learner
     feeder = start_feeder(broker.endpoints.worker, Envs(1).fragments(5))
     with EpisodeStream(broker.endpoints.learner) as stream:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from headrace.schemas.chunks.chunk import EpisodeChunk
+from headrace.schemas.peers.socket_folder import make_socket_folder
 from headrace.workers.envs import restarts
 from support.envs import remote_faults
 from support.envs.fault_table import BAD_DATA, BURDENS, DEATHS, HANGS
@@ -20,7 +21,6 @@ from support.fleets.env_hosts import EnvHosts
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.fault_runs import ENOUGH, brief, check_alike, lives_of
 from support.pipeline.worker_threads import WorkerThread
-from support.ports import free_port
 from support.runners.process_driver import is_running
 
 pytestmark = pytest.mark.processes
@@ -33,7 +33,7 @@ SOUND: Cell = {}
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
     remote_faults.noted.clear()
-    with EnvHosts(tmp_path, free_port()) as started:
+    with EnvHosts(tmp_path, socket_dir=make_socket_folder(tmp_path)) as started:
         yield started
 
 
@@ -44,6 +44,7 @@ def worker_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(restarts, "BACKOFF_S", 600.0)
         noting = {"env": "support.envs.remote_faults:Assigned", "callbacks": ["support.envs.remote_faults:Noting"]}
         sections = {
+            "fleet": {"run_dir": str(tmp_path)},
             "sampling": {**noting, **settings, **sampling},
             "broker": {"lease_s": 60.0},
             "worker": {"random_actions_before_weights": True},
@@ -67,7 +68,7 @@ def _run(
     host = hosts.start(
         "support.envs.remote_faults:Assigned", len(cells), f'sampling.env_config={{"cells": {table}}}', *sets
     )
-    remote = {"env_placement": "remote", "env_hosts_port": hosts.port}
+    remote = {"env_placement": "remote"}
     broker = start_broker(run_dir=tmp_path / "remote")
 
     def are_gone() -> bool:

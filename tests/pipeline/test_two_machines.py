@@ -117,4 +117,4 @@ def test_without_keys_another_machine_is_not_served(machines: TwoMachines, tmp_p
     command = machines.command(machines.here, *serve)
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert ended.returncode == ExitCode.CONFIG
-    assert "serves other machines: it needs keys.dir" in " ".join(ended.stderr.split())
+    assert "serves by TCP: it needs keys.dir" in " ".join(ended.stderr.split())

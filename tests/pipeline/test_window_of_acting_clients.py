@@ -17,7 +17,7 @@ from headrace.workers import EnvRunnerConfig
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.acting import ActingClient
 from support.pipeline.delivery import BrokerThread
-from support.pipeline.worker_threads import WorkerThread, closed_row
+from support.pipeline.worker_threads import WorkerThread, closed_row, in_run
 from support.waiting import TIMEOUT_S
 
 NUM_ENVS, FRAGMENT, WINDOW = 2, 8, 3
@@ -38,12 +38,14 @@ def play(client: ActingClient, enough: threading.Event) -> None:
 
 @pytest.mark.long
 def test_a_learner_trains_though_a_window_of_client_chunks_is_below_an_update(
-    broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(stall_detector, "STARVED_S", 1.0)  # five heartbeats of these brokers
+    fleet, address = in_run(tmp_path, "clients")
     sections = {
+        "fleet": fleet,
         "sampling": {"env": "CartPole-v1", **SAMPLING},
-        "serving": {"enabled": True, "port": free_port, "client_inference": True},
+        "serving": {"enabled": True, "client_inference": True},
         "learner": {"steps_per_update": UPDATE},
         "worker": {"window_batches": WINDOW},
     }
@@ -56,7 +58,7 @@ def test_a_learner_trains_though_a_window_of_client_chunks_is_below_an_update(
         WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker,
     ):
         weights.publish(actor_critic(stream.spaces(timeout_s=TIMEOUT_S)).state_dict())
-        with ActingClient(f"tcp://127.0.0.1:{free_port}", EnvRunnerConfig(**SAMPLING)) as client:
+        with ActingClient(address, EnvRunnerConfig(**SAMPLING)) as client:
             player = threading.Thread(target=play, args=(client, enough))
             player.start()
             for _ in range(2):

@@ -30,12 +30,13 @@ from headrace.schemas.accounts.worker_figures import TIME_PARTS, Ports
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.messages import Heartbeat
+from headrace.schemas.peers.socket_folder import make_socket_folder
 from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.fleet.worker import host_of_ports
 from headrace.workers.serving.client import PolicyClient
 from support.fleets.env_hosts import EnvHosts
 from support.pipeline.delivery import BrokerThread, feature
-from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row, drain
+from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row, drain, in_run
 from support.waiting import TIMEOUT_S, wait_until
 
 WAIT = labelled(WORKER_WAIT, "reason", "window")
@@ -188,7 +189,8 @@ def test_the_aborted_episodes_and_the_failures_of_a_worker_reach_the_report(
 def test_a_policy_server_reports_its_clients_and_its_time_waiting_for_them(
     broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    sections = {**AT_RANDOM, "serving": {"enabled": True, "port": free_port}, "learner": {"enabled": False}}
+    sections = {**AT_RANDOM, "serving": {"enabled": True, "host": "127.0.0.1", "port": free_port}}
+    sections |= {"broker": {"allow_insecure": True}, "learner": {"enabled": False}}
     sections["worker"] = {**AT_RANDOM.get("worker", {}), "advertise": "localhost"}
     with (
         EpisodeStream(broker.endpoints.learner),
@@ -226,15 +228,15 @@ def test_an_unreachable_advertise_name_is_refused(advertise: str, words: str) ->
 
 @pytest.mark.processes
 def test_a_worker_reports_a_missing_env_host_and_later_the_hosts_version(
-    broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    sampling = {**AT_RANDOM["sampling"], "env_placement": "remote", "env_hosts_port": free_port}
-    sections = {**AT_RANDOM, "sampling": sampling}
+    fleet, address = in_run(tmp_path, "envs")
+    sections = {**AT_RANDOM, "fleet": fleet, "sampling": {**AT_RANDOM["sampling"], "env_placement": "remote"}}
     with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections):
         told: dict[str, Any] = {"connected": 0, "wanted": 1, "versions": []}
         wait_until(lambda: figures(broker)[0].get("env_hosts") == told, "a row that says so")
-        assert ports(broker) == Ports(envs=f"tcp://127.0.0.1:{free_port}")
-        with EnvHosts(tmp_path, free_port) as hosts:
+        assert ports(broker) == Ports(envs=address)
+        with EnvHosts(tmp_path, socket_dir=make_socket_folder(tmp_path)) as hosts:
             host = hosts.start("CartPole-v1", 2)
             told = {"connected": 1, "wanted": 1, "versions": [version("headrace")]}
             wait_until(lambda: figures(broker)[0].get("env_hosts") == told, "a row with the host")

@@ -12,21 +12,20 @@ from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import add_up
 from headrace.workers.serving.client import PolicyClient
 from support.pipeline.delivery import BrokerThread, Witness, worker_process
-from support.pipeline.worker_threads import AT_RANDOM, closed_row, drain
+from support.pipeline.worker_threads import AT_RANDOM, closed_row, drain, in_run
 from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.chaos
 
 
-def test_a_worker_with_a_silent_client_stops_before_its_fragment_is_old(
-    broker: BrokerThread, free_port: int, tmp_path: Path
-) -> None:
+def test_a_worker_with_a_silent_client_stops_before_its_fragment_is_old(broker: BrokerThread, tmp_path: Path) -> None:
     silent = {**AT_RANDOM["sampling"], "external_fragment_max_age_s": 250.0}
-    sections = {**AT_RANDOM, "sampling": silent, "serving": {"enabled": True, "port": free_port}}
+    fleet, address = in_run(tmp_path, "clients")
+    sections = {**AT_RANDOM, "fleet": fleet, "sampling": silent, "serving": {"enabled": True}}
     with (
         EpisodeStream(broker.endpoints.learner) as stream,
         worker_process(tmp_path, broker.endpoints.worker, 0, 1, sections) as worker,
-        PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=TIMEOUT_S) as client,
+        PolicyClient(address, connect_timeout_s=TIMEOUT_S) as client,
     ):
         episode, witness = client.start_episode(), Witness()
         for _ in range(4):

@@ -12,32 +12,32 @@ import pytest
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import add_up
 from support.pipeline.delivery import BrokerThread, Process, Witness, script_process
-from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row, drain
+from support.pipeline.worker_threads import AT_RANDOM, SAMPLING, WorkerThread, closed_row, drain, in_run
 from support.waiting import wait_until
 
 HOST = "import sys; from headrace.deploy.command.cli import main; sys.argv[0] = 'headrace'; main()"
 
 
-def placed(port: int, **settings: Any) -> dict[str, Any]:
-    sampling = {**AT_RANDOM["sampling"], "env_placement": "remote", "env_hosts_port": port, **settings}
-    return {**AT_RANDOM, "sampling": sampling}
+def placed(run_dir: Path, **settings: Any) -> tuple[dict[str, Any], str]:
+    """The sections of a worker in `run_dir`, and its address for env hosts."""
+    fleet, address = in_run(run_dir, "envs")
+    return {**AT_RANDOM, "fleet": fleet, "sampling": {**SAMPLING, "env_placement": "remote", **settings}}, address
 
 
-def env_host(port: int, log: Path) -> Process:
-    address = f"tcp://127.0.0.1:{port}"
+def env_host(address: str, log: Path) -> Process:
     return script_process(HOST, "env-host", "--connect", address, "--env", "CartPole-v1", "--num-envs", "2", log=log)
 
 
 def test_a_worker_leaves_on_a_stop_request_before_its_first_env_host_connects(
     broker: BrokerThread,
-    free_port: int,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, placed(free_port)) as worker:
-        call = f"headrace env-host --connect tcp://127.0.0.1:{free_port} --env CartPole-v1"
+    sections, address = placed(tmp_path)
+    with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker:
+        call = f"headrace env-host --connect {address} --env CartPole-v1"
         wait_until(lambda: call in caplog.text, "a word on whom it waits for")
         worker.stopping.set()
         wait_until(lambda: not worker.is_alive, "its end")
@@ -54,15 +54,15 @@ def test_a_worker_leaves_on_a_stop_request_after_its_last_env_host_is_killed(
     lease_s: float,
     ready: dict[str, Any],
     broker: BrokerThread,
-    free_port: int,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     witness = Witness()
+    sections, address = placed(tmp_path, **ready)
+    sections["broker"] = {"lease_s": lease_s}
     with ExitStack() as stack:
         stream = stack.enter_context(EpisodeStream(broker.endpoints.learner))
-        host = stack.enter_context(env_host(free_port, tmp_path / "host.log"))
-        sections = placed(free_port, **ready) | {"broker": {"lease_s": lease_s}}
+        host = stack.enter_context(env_host(address, tmp_path / "host.log"))
         worker = stack.enter_context(WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections))
         wait_until(lambda: stream.next(0.1), "a first batch")
         host.signal(signal.SIGKILL)

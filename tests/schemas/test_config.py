@@ -108,8 +108,19 @@ def test_environment_variables_are_parsed_by_the_type_of_their_field(name: str, 
             r"window_batches = 1023 keeps too little .* raise sampling.num_envs = 1 or .* keeps the 1024 that it takes",
         ),
         ("[worker]\nwindow_batches = 1", r"window_batches = 1 keeps too little .* give 2 or more"),
-        ("[broker]\nhost = '0.0.0.0'", r"broker.host = '0.0.0.0' serves other machines: it needs keys\.dir"),
+        ("[broker]\nhost = '0.0.0.0'", r"broker.host = '0.0.0.0' serves by TCP: it needs keys\.dir"),
+        ("[broker]\nhost = '127.0.0.1'", r"broker.host = '127.0.0.1' serves by TCP: it needs keys\.dir"),
         ("[broker]\nhost = 'example.org'", "allow_insecure = true"),
+        ("[serving]\nenabled = true\nhost = '::1'", "serving.host = '::1' serves by TCP: it needs keys"),
+        (
+            "[broker]\nport = 5701",
+            r"broker.port = 5701 is for TCP, and broker.host is empty, .*; give broker.host and keys\.dir",
+        ),
+        ("[broker]\nadvertise = 'head'", "broker.advertise = 'head' is for TCP, and broker.host is empty"),
+        ("[serving]\nport = 5900", "serving: port = 5900 is for TCP, and host is empty"),
+        ("[sampling]\nenv_hosts_port = 5800", "sampling.env_hosts_port = 5800 is for TCP, and broker.host is empty"),
+        ("[broker]\nallow_insecure = true", "allow_insecure = true .* Unix sockets serve this user alone; give broker"),
+        ("[broker]\ntransport = 'tcp'", r"broker.transport: unknown key; did you mean broker.host\?"),
         ("[broker", "is not TOML"),
     ],
 )
@@ -154,13 +165,23 @@ def test_batches_have_a_bound_of_staleness_only_where_a_setting_gives_them_one(
     assert build_config({"broker": broker}).broker.staleness_bound() == bound
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "localhost", "::1", "[::1]"])
-def test_loopback_needs_no_permission(host: str) -> None:
-    assert build_config({"broker": {"host": host}}).broker.host == host
-    assert build_config({"broker": {"host": "0.0.0.0", "allow_insecure": True}}).broker.allow_insecure
+@pytest.mark.parametrize(
+    ("host", "env_hosts_host"),
+    [
+        ("", ""),
+        ("localhost", "127.0.0.1"),
+        ("127.8.0.1", "127.0.0.1"),
+        ("[::1]", "127.0.0.1"),
+        ("192.0.2.1", "0.0.0.0"),
+        ("2001:db8::1", "::"),
+    ],
+)
+def test_workers_listen_for_env_hosts_as_the_broker_does(host: str, env_hosts_host: str) -> None:
+    config = build_config({"broker": {"host": host, "allow_insecure": bool(host)}})
+    assert config.env_hosts_host == env_hosts_host
 
 
-def test_keys_permit_other_machines_and_their_folder_becomes_absolute(
+def test_keys_permit_tcp_and_their_folder_becomes_absolute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
@@ -230,6 +251,35 @@ def test_a_run_of_another_version_is_resumed_without_the_settings_that_are_unkno
     ]
     with pytest.raises(ConfigError, match=r"broker.log: unknown key"):
         load_config(settings.rename(tmp_path / "mine.json"), environ={})
+
+
+@pytest.mark.parametrize(
+    ("before", "host", "serving_host"),
+    [
+        ({}, "", ""),
+        ({"keys": {"dir": "/keys"}}, "127.0.0.1", "127.0.0.1"),
+        ({"allow_insecure": True}, "127.0.0.1", "127.0.0.1"),
+    ],
+    ids=["token", "keys", "insecure"],
+)
+def test_a_run_of_an_earlier_version_resumes_with_unix_sockets_where_it_had_a_token(
+    tmp_path: Path, before: dict[str, Any], host: str, serving_host: str
+) -> None:
+    settings = tmp_path / "settings.json"
+    broker = {"transport": "tcp", "host": "127.0.0.1", "port": 5701, "allow_insecure": "allow_insecure" in before}
+    serving = {"enabled": True, "host": "127.0.0.1", "port": 5900, "http_port": 5950}
+    sections = {
+        "broker": broker,
+        "serving": serving,
+        "sampling": {"env_hosts_port": 5800},
+        "keys": before.get("keys", {}),
+    }
+    settings.write_bytes(orjson.dumps(sections))
+    config, _ = load_config(settings, environ={})
+    assert (config.broker.host, config.serving.host) == (host, serving_host)
+    ports = (config.broker.port, config.serving.port, config.sampling.env_hosts_port)
+    assert ports == ((5701, 5900, 5800) if host else (0, 0, 0))
+    assert config.serving.http_port == 5950
 
 
 def test_unknown_keys_of_flags_and_environment_are_named_with_their_origin() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -304,15 +303,3 @@ def test_a_header_may_be_nested_to_its_limit_and_no_deeper() -> None:
     assert decode_header(encode(MessageKind.HEARTBEAT, {"x": deepest}))[1] == {"x": deepest}
     with pytest.raises(DecodeError, match="nested deeper"):
         decode_header(encode(MessageKind.HEARTBEAT, {"x": [deepest]}))
-
-
-def has_int(annotation: Any) -> bool:
-    return annotation is int or (get_origin(annotation) is not Literal and any(map(has_int, get_args(annotation))))
-
-
-def test_the_page_of_numbers_has_each_field_with_an_int() -> None:
-    page = (
-        (Path(__file__).parents[2] / "docs" / "internals" / "numbers.md").read_text().partition("## Bounds by what")[0]
-    )
-    fields = {name for model in MODELS.values() for name, it in model.model_fields.items() if has_int(it.annotation)}
-    assert {name for name in fields if f"{name}`" not in page} == set()

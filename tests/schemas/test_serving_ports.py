@@ -14,7 +14,8 @@ from headrace.schemas.settings.config_loading import build_config
 
 
 def sections(workers: int, **serving: Any) -> dict[str, Any]:
-    return {"fleet": {"workers": workers}, "serving": {"enabled": True, **serving}}
+    serving = {"enabled": True, "host": "127.0.0.1", **serving}
+    return {"fleet": {"workers": workers}, "broker": {"allow_insecure": True}, "serving": serving}
 
 
 def test_zeromq_and_http_ports_that_meet_in_some_slots_are_refused() -> None:
@@ -33,7 +34,8 @@ def test_ports_above_the_highest_are_refused() -> None:
 def test_ports_far_enough_apart_port_0_and_a_single_worker_are_accepted() -> None:
     for workers, ports in ((2, (5900, 5902)), (1, (5900, 5901)), (100, (0, 5902)), (100, (5900, 0)), (0, (5900, 5901))):
         build_config(sections(workers, port=ports[0], http_port=ports[1]))
-    build_config({**sections(4, port=5900, http_port=5902), "serving": {"port": 5900, "http_port": 5902}})
+    build_config(sections(4, enabled=False, port=5900, http_port=5902) | {"broker": {}})
+    build_config({"fleet": {"workers": 4}, "serving": {"enabled": True, "http_port": 5902}})
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
-from headrace.schemas.errors import DecodeError
+from headrace.schemas.errors import DecodeError, KeysRefusedError
 from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodesClosedError
 from headrace.schemas.errors.serving import ServingError
 from headrace.schemas.settings.serving_settings import ServingSection
@@ -52,6 +54,18 @@ def test_acting_and_served_clients_give_bit_identical_chunks(settings: dict[str,
     report, other = here.runner.get_metrics(), there.runner.get_metrics()
     for name in ("num_episodes_lifetime", "episode_return_mean", "episode_len_mean", "agent_episode_returns_mean"):
         assert report[name] == other[name], name
+
+
+def test_an_acting_client_with_keys_acts_over_tcp_and_one_without_is_refused(tmp_path: Path) -> None:
+    make_keys(keys := tmp_path / "keys")
+    with serving_runner(keys_dir=str(keys)) as there:
+        assert there.endpoint.startswith("tcp://")
+        with acting(there.endpoint, keys=str(keys)) as client:
+            play(client, 20, 1)
+        with pytest.raises(KeysRefusedError, match="refuses peers without keys"):
+            acting(there.endpoint)
+    assert client.failure is None
+    assert there.chunks
 
 
 def test_an_acting_client_loads_newer_weights_and_its_chunks_name_them() -> None:
@@ -103,14 +117,14 @@ def test_a_dropped_acting_client_ships_its_steps_and_ends_with_its_threads() -> 
     assert set(threading.enumerate()) <= others
 
 
-def test_a_restarted_server_gets_chunks_of_new_episodes_only(free_port: int) -> None:
+def test_a_restarted_server_gets_chunks_of_new_episodes_only(socket_dir: str) -> None:
     quick = {"external_fragment_max_age_s": 0.1}
-    with serving_runner(port=free_port, **quick) as before:
+    with serving_runner(socket_dir=socket_dir, **quick) as before:
         client = acting(before.endpoint, **quick)
         play(client, 20, 2)
         episode = client.start_episode()
         client.get_action(episode, np.zeros(4))
-    with serving_runner(port=free_port, **quick) as after, client:
+    with serving_runner(socket_dir=socket_dir, **quick) as after, client:
         after.publish(2)
         with pytest.raises(EpisodeAbortedError):
             wait_until(lambda: client.get_action(episode, np.zeros(4)) is None, what="the end of the episode")

@@ -153,9 +153,9 @@ def test_the_worker_counts_untrained_episodes_of_an_acting_client() -> None:
     assert there.runner.totals.discarded == {"training_disabled": 210}
 
 
-def test_steps_that_a_stopped_server_did_not_take_are_reported_to_the_next(free_port: int) -> None:
+def test_steps_that_a_stopped_server_did_not_take_are_reported_to_the_next(socket_dir: str) -> None:
     quick = {"external_fragment_max_age_s": 0.1}
-    before = ServingRunner(port=free_port, **quick)
+    before = ServingRunner(socket_dir=socket_dir, **quick)
     client = acting(before.endpoint, **quick)
     walk(client, 5)
     wait_until(lambda: client._acting._shipments._number == 1, what="what is taken")
@@ -166,7 +166,7 @@ def test_steps_that_a_stopped_server_did_not_take_are_reported_to_the_next(free_
         client.get_action(episode, SEEN)
     wait_until(lambda: client._acting._runner.totals.delivered > taken, what="a cut")
     before.close()
-    with serving_runner(port=free_port, **quick) as after:
+    with serving_runner(socket_dir=socket_dir, **quick) as after:
         with client, pytest.raises(EpisodeAbortedError, match="restarted"):
             wait_until(lambda: client.get_action(episode, SEEN) is None, what="the end of the episode")
         assert client.failure is None

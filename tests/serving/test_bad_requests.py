@@ -125,7 +125,8 @@ class ByHttp:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Served]:
-    with Served(replace(LIMITS, max_sessions=500)) as served:  # each test leaves sessions behind, for a lease
+    limits = replace(LIMITS, max_sessions=500)  # each test leaves sessions behind, for a lease
+    with Served(limits, host="127.0.0.1") as served:
         yield served
 
 

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from headrace.schemas.frames.wire import MessageKind, WireMessage, decode, encode
+from headrace.schemas.peers.socket_folder import SocketPlace
 from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.serving.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 from headrace.workers.serving.single_frame import join_frames, split_frame
@@ -120,8 +121,8 @@ def test_requests_that_one_client_sends_together_are_answered_in_order(server: S
         assert [answer.header.get("next_step") for answer in answers] == [None, 0, 1]
 
 
-def test_a_router_port_skips_a_message_whose_first_frame_was_lost() -> None:
-    router_port = RouterPort("127.0.0.1", 0, None)
+def test_a_router_port_skips_a_message_whose_first_frame_was_lost(socket_dir: str) -> None:
+    router_port = RouterPort(SocketPlace(socket_dir, "clients-0"), None)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(router_port.endpoint)
         socket.send(b"lost")

@@ -85,7 +85,13 @@ def test_an_invalid_episode_id_is_refused_and_the_client_goes_on(there: ServingR
 
 @pytest.mark.parametrize("endpoint", ["", None, 5, "127.0.0.1:5900", "tcp://127.0.0.1", "http://127.0.0.1:5900"])
 def test_an_invalid_endpoint_gives_an_error_with_the_right_form(endpoint: Any) -> None:
-    with pytest.raises(ConfigError, match=r'endpoint: .* it is "tcp://HOST:PORT"'):
+    with pytest.raises(ConfigError, match=r'endpoint: .* it is "tcp://HOST:PORT" or "ipc:///PATH"'):
+        PolicyClient(endpoint)
+
+
+@pytest.mark.parametrize("endpoint", ["ipc://clients-0", "ipc:///" + "x" * 107, "ipc://"])
+def test_a_path_that_can_be_no_socket_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"the address should be ipc:///PATH, with a path of at most 107 bytes, got"):
         PolicyClient(endpoint)
 
 

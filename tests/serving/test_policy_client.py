@@ -19,12 +19,12 @@ import zmq
 
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, Spaces, Tuple, nest
-from headrace.schemas.credentials.keys import CLIENT, port_keys
-from headrace.schemas.credentials.loopback_token import server_token
-from headrace.schemas.errors import ConfigError, KeysRefusedError, UnreachableError
+from headrace.schemas.credentials.keys import CLIENT, CLIENT_PORT, port_keys
+from headrace.schemas.errors import ConfigError, KeysRefusedError, RunDirError, UnreachableError
 from headrace.schemas.errors.episodes import EpisodeAbortedError, NoFreePlaceError
 from headrace.schemas.frames.wire import decode
 from headrace.schemas.peers.sockets import OwnSockets
+from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.connection import Connection, request_of
 from headrace.workers.serving.client.server_place import ServerPlace
@@ -86,8 +86,9 @@ def test_threads_of_one_client_wait_side_by_side(server: Served) -> None:
         assert [episode.end for episode in server.episodes.episodes.values()] == ["truncated"] * 8
 
 
-def test_broken_connections_neither_lose_nor_repeat_a_step(server: Served) -> None:
+def test_broken_connections_neither_lose_nor_repeat_a_step() -> None:
     with (
+        Served(host="127.0.0.1") as server,
         cable_to(int(urlsplit(server.endpoint).port or 0)) as cable,
         PolicyClient(f"tcp://127.0.0.1:{cable.port}", timeout_s=TIMEOUT_S) as client,
     ):
@@ -105,12 +106,12 @@ def test_broken_connections_neither_lose_nor_repeat_a_step(server: Served) -> No
         assert kept.rewards == [0, *range(99)]
 
 
-def test_a_restarted_server_aborts_old_episodes_and_takes_new_ones(free_port: int) -> None:
-    with Served(port=free_port) as first:
+def test_a_restarted_server_aborts_old_episodes_and_takes_new_ones(socket_dir: str) -> None:
+    with Served(socket_dir=socket_dir) as first:
         client = PolicyClient(first.endpoint, timeout_s=TIMEOUT_S)
         episode = client.start_episode()
         client.get_action(episode, [1, 1])
-    with Served(port=free_port) as second:
+    with Served(socket_dir=socket_dir) as second:
         with pytest.raises(EpisodeAbortedError, match="open it, and start new episodes"):
             client.get_action(episode, [2, 1])
         assert second.episodes.episodes[play(client)].end == "truncated"
@@ -154,9 +155,11 @@ def test_start_episode_waits_for_a_free_place(server: Served) -> None:
         assert small.episodes.episodes[episode].end == "enough"
 
 
-def test_connecting_to_an_absent_server_raises_unreachable_error(free_port: int) -> None:
-    with pytest.raises(UnreachableError, match="no policy server answers"):
-        PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=0.2)
+@pytest.mark.parametrize("by_tcp", [False, True])
+def test_connecting_to_an_absent_server_raises_unreachable_error(by_tcp: bool, free_port: int, socket_dir: str) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port}" if by_tcp else f"ipc://{socket_dir}/clients-0"
+    with pytest.raises(UnreachableError, match=f"no policy server answers at {endpoint}"):
+        PolicyClient(endpoint, connect_timeout_s=0.2)
 
 
 @pytest.mark.long
@@ -187,34 +190,25 @@ def test_a_server_with_keys_lets_in_only_clients_with_known_keys(tmp_path: Path)
     make_keys(keys)
     make_keys(others)
     (others / "worker.public").write_bytes((keys / "worker.public").read_bytes())
-    with Served(keys=port_keys(keys, CLIENT)) as server:
+    with Served(keys=port_keys(str(keys), CLIENT)) as server:
         with PolicyClient(server.endpoint, keys=str(keys)) as client:
             play(client)
         with pytest.raises(KeysRefusedError, match="does not let in the client key"):
             PolicyClient(server.endpoint, keys=str(others), connect_timeout_s=10)
 
 
-@pytest.mark.long
-def test_a_run_token_lets_in_only_clients_with_that_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, other = tmp_path / "run", tmp_path / "other"
-    for folder in (run, other):
-        folder.mkdir()
-        server_token(folder, asked=True)
-    with Served(keys=port_keys(run, CLIENT)) as server:
-        with PolicyClient(server.endpoint) as client:
-            play(client)
-        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-        with PolicyClient(server.endpoint, keys=str(run)) as client:
-            play(client)
-        with pytest.raises(KeysRefusedError, match=r"does not let in the client with the token in .*other/token"):
-            PolicyClient(server.endpoint, keys=str(other))
-        with pytest.raises(KeysRefusedError, match="or the run directory of its fleet"):
-            PolicyClient(server.endpoint, connect_timeout_s=3)
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_for_tcp_needs_keys_on_loopback_too(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^serving\.host: .*there are no keys.*broker\.allow_insecure"):
+        RouterPort((host, 0), None, domain=CLIENT_PORT)
 
 
-def test_off_loopback_keys_are_required() -> None:
-    with pytest.raises(ConfigError, match=r"^serving\.host: .*broker\.allow_insecure"):
-        Served(host="0.0.0.0")
+@pytest.mark.parametrize("mode", [0o710, 0o777])
+def test_a_client_refuses_a_socket_in_a_folder_that_others_can_use(mode: int, socket_dir: str) -> None:
+    with Served(socket_dir=socket_dir) as server:
+        Path(socket_dir).chmod(mode)
+        with pytest.raises(RunDirError, match=rf"others may use it \(mode 0{mode:o}\)"):
+            PolicyClient(server.endpoint)
 
 
 def test_nested_spaces_keep_their_nesting_and_dtypes() -> None:

@@ -24,7 +24,7 @@ GoOn = Callable[[], None]
 @contextmanager
 def clients_port(folder: Path) -> Iterator[tuple[str, GoOn]]:
     """A policy server, and a client that plays an episode there."""
-    with Served() as server, PolicyClient(server.endpoint) as client:
+    with Served(host="127.0.0.1") as server, PolicyClient(server.endpoint) as client:
 
         def play() -> None:
             episode = client.start_episode()
@@ -40,14 +40,14 @@ def env_hosts_port(folder: Path) -> Iterator[tuple[str, GoOn]]:
     with EnvHosts(folder, free_port()) as hosts:
         hosts.start("CartPole-v1", 2)
         config = EnvRunnerConfig(
-            env="CartPole-v1", num_envs=2, env_placement="remote", env_hosts_port=hosts.port, rollout_fragment_length=8
+            env="CartPole-v1", num_envs=2, env_placement="remote", rollout_fragment_length=8, **hosts.at
         )
         with SingleAgentEnvRunner(config, run_uid="test") as sampler:
 
             def sample() -> None:
                 assert sum(len(chunk) for chunk in sampler.sample_fragment()) == 16
 
-            yield f"tcp://127.0.0.1:{hosts.port}", sample
+            yield hosts.endpoint(), sample
 
 
 @pytest.mark.one_in(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import stat
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -34,9 +36,11 @@ def serving(**changes: Any) -> ServingSection:
 
 
 @contextmanager
-def runner(settings: ServingSection | None = None, **changes: Any) -> Iterator[tuple[SingleAgentEnvRunner, ServedEnv]]:
+def runner(
+    settings: ServingSection | None = None, socket_dir: str = "", *, allow_insecure: bool = False, **changes: Any
+) -> Iterator[tuple[SingleAgentEnvRunner, ServedEnv]]:
     served: list[ServedEnv] = []
-    creator = ServedEnvs(settings or serving(), "CartPole-v1", "")
+    creator = ServedEnvs(settings or serving(), "CartPole-v1", "", socket_dir=socket_dir, allow_insecure=allow_insecure)
     config = {"num_envs": 4, "seed": 1, "rollout_fragment_length": 8, "external_fragment_max_age_s": 0.2, **changes}
 
     def make(context: Any) -> ServedEnv:
@@ -153,16 +157,42 @@ def test_a_stopping_runner_answers_its_waiting_client_with_an_error() -> None:
 
 
 def test_a_runner_serves_at_its_configured_port_and_names_a_taken_one(free_port: int) -> None:
-    with runner(serving(port=free_port, http_port=None)) as (_, served):
+    at_port = {"host": "127.0.0.1", "port": free_port}
+    with runner(serving(**at_port, http_port=None), allow_insecure=True) as (_, served):
         assert served.endpoint == f"tcp://127.0.0.1:{free_port}"
         assert served.url == ""
-        with pytest.raises(PortInUseError, match=str(free_port)), runner(serving(port=free_port)):
+        with (
+            pytest.raises(PortInUseError, match=str(free_port)),
+            runner(serving(**at_port), allow_insecure=True),
+        ):
             pass
 
 
-def test_off_loopback_keys_and_a_token_are_required(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there are no keys"), runner(serving(host="0.0.0.0", http_port=None)):
-        pass
+def test_a_second_server_at_a_socket_is_refused_and_takes_nothing_from_the_first(socket_dir: str) -> None:
+    with runner(socket_dir=socket_dir) as (sampler, served):
+        assert served.endpoint == f"ipc://{socket_dir}/clients-0"
+        with pytest.raises(PortInUseError, match=f"{socket_dir}/clients-0 is already"), runner(socket_dir=socket_dir):
+            pass
+        with sampling(sampler):
+            play(served.endpoint, 3, 20)
+
+
+def test_a_server_without_a_folder_makes_a_private_one_that_ends_with_it() -> None:
+    with runner() as (sampler, served):
+        folder = Path(served.endpoint.removeprefix("ipc://")).parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        sampler.make_env()
+        assert sampler.env.endpoint == served.endpoint, "the endpoint outlives each env"
+    assert not (folder / "clients-0").exists()
+    del sampler, served
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_keys_and_a_token_are_required_by_tcp(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "127.0.0.1"):
+        with pytest.raises(ConfigError, match="there are no keys"), runner(serving(host=host, http_port=None)):
+            pass
     open_token = tmp_path / "token"
     open_token.write_text("a-token-of-some-length\n")
     open_token.chmod(0o644)

@@ -21,6 +21,13 @@ def _ports() -> Iterator[int]:
     return itertools.cycle(random.Random().sample(range(first, first + _EACH - 2, 3), _EACH // 3))
 
 
+def by_tcp(port: int | None = None) -> tuple[str, ...]:
+    """Return the options by which a fleet serves by TCP on loopback without keys, at `port` or at free ports."""
+    settings = ["broker.host=127.0.0.1", "broker.allow_insecure=true"]
+    settings += [] if port is None else [f"broker.port={port}"]
+    return tuple(word for setting in settings for word in ("--set", setting))
+
+
 def free_port() -> int:
     """A loopback TCP port that nobody listened on a moment ago, and that no outgoing connection is given.
 

@@ -1,4 +1,4 @@
-"""A peer that speaks ZMTP 3.0 by hand on a TCP socket, so that it can do what libzmq never does."""
+"""A peer that speaks ZMTP 3.0 by hand, over TCP or a Unix socket, so that it can do what libzmq never does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from support.waiting import TIMEOUT_S
 
-_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+_GREETING_BYTES = 64
 MORE = 1
 PING = b"\4\7\4PING\0\0"
 """A command of ZMTP: it asks for a PONG."""
@@ -40,21 +40,43 @@ def on_the_wire(frames: Iterable[Any]) -> bytes:
     return b"".join(frame(part, more=True) for part in first) + frame(last, more=False)
 
 
+def reach(endpoint: str) -> socket.socket:
+    """Connect to `endpoint`, and send nothing."""
+    if endpoint.startswith("ipc://"):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(TIMEOUT_S)
+        sock.connect(endpoint.removeprefix("ipc://"))
+        return sock
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+
+
+def _greeting(mechanism: bytes) -> bytes:
+    return b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
 def knock(endpoint: str, socket_type: bytes = b"DEALER") -> socket.socket:
     """Connect to `endpoint`, and send all of a handshake. The server may admit this peer now."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    sock = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+    sock = reach(endpoint)
     ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", len(socket_type)) + socket_type
-    sock.sendall(_GREETING + bytes([4, len(ready)]) + ready)
+    sock.sendall(_greeting(b"NULL") + bytes([4, len(ready)]) + ready)
     return sock
 
 
 class RawZmtp:
-    """One connection to a ROUTER or XPUB at `endpoint`, after its handshake. `sock` is for what comes next."""
+    """One connection to a ROUTER or XPUB at `endpoint`, after its handshake. `sock` is for what comes next.
 
-    def __init__(self, endpoint: str, socket_type: bytes = b"DEALER") -> None:
+    mechanism: with CURVE, the connection is as it is after the greetings, and before the first command.
+    """
+
+    def __init__(self, endpoint: str, socket_type: bytes = b"DEALER", mechanism: bytes = b"NULL") -> None:
+        if mechanism == b"CURVE":
+            self.sock = reach(endpoint)
+            self.sock.sendall(_greeting(mechanism))
+            self._read(_GREETING_BYTES)
+            return
         self.sock = knock(endpoint, socket_type)
-        self._read(len(_GREETING))
+        self._read(_GREETING_BYTES)
         self._read(self._read(2)[1])  # its READY: the server has admitted this peer. What came before would end it
 
     def _read(self, nbytes: int) -> bytes:

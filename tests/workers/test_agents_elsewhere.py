@@ -20,7 +20,6 @@ from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEn
 from support.envs.crowd import policy_of
 from support.envs.toy_agents import check_books
 from support.fleets.env_hosts import EnvHosts
-from support.ports import free_port
 from support.runners.process_driver import descriptors
 from support.waiting import wait_until
 
@@ -39,7 +38,7 @@ LANES = 4
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
-    with EnvHosts(tmp_path, free_port()) as started:
+    with EnvHosts(tmp_path) as started:
         yield started
 
 
@@ -89,7 +88,7 @@ def test_envs_on_an_env_host_give_bit_identical_chunks_to_inline_envs(hosts: Env
     hosts.start(TURNS["env"], LANES)
     found = []
     for placement in ("inline", "remote"):
-        with runner(placement, env_hosts_port=hosts.port, **TURNS) as sampler:
+        with runner(placement, **hosts.at, **TURNS) as sampler:
             found.append(sampled(sampler))
     assert found[0] == found[1]
 
@@ -180,7 +179,7 @@ def test_a_process_that_is_lost_costs_the_steps_of_its_envs_alone() -> None:
 def test_a_lost_process_on_an_env_host_costs_only_the_steps_of_its_envs(hosts: EnvHosts) -> None:
     config = orjson.dumps(faults("step", LOST)).decode()
     hosts.start(str(CROWD["env"]), 8, f"sampling.env_config={config}", "sampling.env_step_timeout_s=1.0")
-    check_lost(*live("remote", 8, env_hosts_port=hosts.port))
+    check_lost(*live("remote", 8, **hosts.at))
 
 
 def test_a_first_reset_that_fails_is_tried_again() -> None:
@@ -197,7 +196,7 @@ def test_a_host_that_is_lost_costs_the_steps_of_its_envs_alone(hosts: EnvHosts) 
         return {chunk.env_index for chunk in sampler.sample_fragment() if len(chunk)} == set(range(LANES))
 
     first = hosts.start(str(CROWD["env"]), 2)
-    with runner("remote", env_hosts_port=hosts.port, env_hosts_lease_s=1.0, **CROWD) as sampler:
+    with runner("remote", **hosts.at, env_hosts_lease_s=1.0, **CROWD) as sampler:
         hosts.start(str(CROWD["env"]), 4)  # two places more than are needed
         wait_until(all_act, what="steps of all envs")
         polls = iter(range(1000))
@@ -243,6 +242,6 @@ def test_a_host_with_envs_of_the_other_kind_is_refused_on_both_sides(hosts: EnvH
             raise _Enough
 
     hosts.start(str(CROWD["env"]), 1)
-    config = EnvRunnerConfig(env_placement="remote", env_hosts_port=hosts.port)
+    config = EnvRunnerConfig(env_placement="remote", **hosts.at)
     with pytest.raises(_Enough):
         SingleAgentEnvRunner(config, on_wait=look)

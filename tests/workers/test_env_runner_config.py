@@ -90,6 +90,12 @@ def test_clashing_values_are_both_named() -> None:
         EnvRunnerConfig(env_placement="process", double_buffering=True, remote_env_batch_wait_ms=2)
 
 
+def test_a_port_for_env_hosts_needs_a_host() -> None:
+    advice = "is for TCP; give env_hosts_host and env_hosts_keys, or leave it out for a Unix socket"
+    with pytest.raises(ConfigError, match=f"^env_hosts_port: 5800 {advice}"):
+        EnvRunnerConfig(env_placement="remote", env_hosts_port=5800)
+
+
 def test_runner_config_is_a_copy() -> None:
     given = {"length": 4}
     with runner(env_config=given) as sampler:

@@ -6,6 +6,8 @@ A new kind adds itself to `DRIVERS`: what makes the settings of a runner whose e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import dm_env
@@ -21,7 +23,6 @@ from support.envs.counting import LENGTHS, Broken, Counted, Drawing, Unsound
 from support.envs.native_vectors import vector_of
 from support.envs.toy import check_books, runner
 from support.fleets.env_hosts import EnvHosts
-from support.ports import free_port
 
 # Gymnasium's AsyncVectorEnv tells of an env's error by warnings too, before it raises it.
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")]
@@ -44,19 +45,21 @@ def _named(**settings: Any) -> Callable[[Any], Settings]:
 class Hosts:
     """An env host for each class of envs, which serves one runner after another."""
 
-    def __init__(self, started: EnvHosts) -> None:
-        self._started = started
-        self._ports: dict[str, int] = {}
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self._hosts: dict[str, EnvHosts] = {}
 
-    def port(self, env: Any) -> int:
-        """Where the runner has to listen."""
+    def at(self, env: Any) -> Settings:
+        """Return the settings of a runner for which a host of this class waits."""
         name = f"support.envs.counting:{env.__name__}"
-        if name not in self._ports:
-            self._ports[name] = free_port()
+        if name not in self._hosts:
+            folder = self._folder / env.__name__
+            folder.mkdir()
+            self._hosts[name] = self._stack.enter_context(EnvHosts(folder))
             # Other tests may come between two that use this host, for minutes.
             patient = "worker.connect_timeout_s=100000"
-            self._started.start(name, 4, "sampling.envs_per_process=4", patient, port=self._ports[name])
-        return self._ports[name]
+            self._hosts[name].start(name, 4, "sampling.envs_per_process=4", patient)
+        return self._hosts[name].at
 
 
 _hosts: list[Hosts] = []
@@ -64,14 +67,14 @@ _hosts: list[Hosts] = []
 
 @pytest.fixture(scope="module", autouse=True)
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with EnvHosts(tmp_path_factory.mktemp("hosts"), 0) as started:
-        _hosts.append(Hosts(started))
+    with ExitStack() as stack:
+        _hosts.append(Hosts(tmp_path_factory.mktemp("hosts"), stack))
         yield
         _hosts.clear()
 
 
 def _remote(env: Any) -> Settings:
-    return {**_named(env_placement="remote")(env), "env_hosts_port": _hosts[0].port(env)}
+    return {**_named(env_placement="remote")(env), **_hosts[0].at(env)}
 
 
 class OfDeepMind(dm_env.Environment):

@@ -29,7 +29,6 @@ from support.envs.counting import Counted
 from support.envs.native_vectors import vector_of
 from support.envs.walks import SpaceWalk
 from support.fleets.env_hosts import EnvHosts
-from support.ports import free_port
 
 pytestmark = pytest.mark.processes
 
@@ -262,10 +261,10 @@ def test_a_long_wait_is_told(ours: Make, monkeypatch: pytest.MonkeyPatch, caplog
 
 
 def test_envs_on_a_host_go_on_after_the_host_was_killed_and_started_again(ours: Make, tmp_path: Path) -> None:
-    with EnvHosts(tmp_path, free_port()) as hosts:
+    with EnvHosts(tmp_path) as hosts:
         named = "support.envs.walks:SpaceWalk"
         first, _ = hosts.start(named, 2), hosts.start(named, 1)
-        lease = {"env_hosts_port": hosts.port, "env_hosts_lease_s": 5.0}
+        lease = {**hosts.at, "env_hosts_lease_s": 5.0}
         envs, twin = ours(env_placement="remote", **lease), gymnasiums()
         check_alike(envs, twin)
         check_same(envs.reset(seed=3), twin.reset(seed=3))

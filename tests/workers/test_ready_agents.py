@@ -15,7 +15,6 @@ from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from support.envs.crowd import policy_of
 from support.envs.toy_agents import check_books
 from support.fleets.env_hosts import EnvHosts
-from support.ports import free_port
 from support.runners.recurrent import LSTM
 
 pytestmark = pytest.mark.processes
@@ -60,7 +59,7 @@ def steps_of(parts: list[EpisodeChunk]) -> list[tuple[Any, ...]]:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
-    with EnvHosts(tmp_path, free_port()) as started:
+    with EnvHosts(tmp_path) as started:
         yield started
 
 
@@ -110,7 +109,7 @@ def test_agents_on_env_hosts_take_the_same_steps_as_inline(hosts: EnvHosts) -> N
     hosts.start("support.envs.crowd:Crowd", 2, 'sampling.env_config={"late_ms": 12}')
     with runner("inline", rollout_fragment_length=1) as inline:
         expected = pieced(chunk for _ in range(150) for chunk in inline.sample_fragment())
-    with runner("at once", env_placement="remote", env_hosts_port=hosts.port) as sampler:
+    with runner("at once", env_placement="remote", **hosts.at) as sampler:
         found = pieced(chunk for _ in range(9) for chunk in sampler.sample_fragment())
         check_books(sampler)
         assert not sampler.totals.discarded

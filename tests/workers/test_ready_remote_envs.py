@@ -11,7 +11,6 @@ import pytest
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from support.envs.toy import check_books
 from support.fleets.env_hosts import EnvHosts
-from support.ports import free_port
 from support.runners.call_rate import IDLE, calls_a_second
 from support.runners.ready import READY, SETTINGS, life, pieced, pieced_as_far
 from support.waiting import wait_until
@@ -21,12 +20,12 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
-    with EnvHosts(tmp_path, free_port()) as started:
+    with EnvHosts(tmp_path) as started:
         yield started
 
 
 def runner(hosts: EnvHosts | None, env: str, **settings: Any) -> SingleAgentEnvRunner:
-    placed = {"env_placement": "remote", "env_hosts_port": hosts.port} if hosts is not None else {}
+    placed = {"env_placement": "remote", **hosts.at} if hosts is not None else {}
     defaults = {"num_envs": 4, "seed": 3}
     return SingleAgentEnvRunner(EnvRunnerConfig(env=env, **{**defaults, **placed, **settings}), run_uid="test")
 

@@ -10,7 +10,6 @@ import pytest
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from support.envs.toy import check_books, runner
 from support.fleets.env_hosts import EnvHosts
-from support.ports import free_port
 
 pytestmark = pytest.mark.processes
 
@@ -44,8 +43,8 @@ def _brief(chunk: EpisodeChunk) -> tuple[Any, ...]:
     return (chunk.env_index, chunk.episode_id, chunk.t_start, chunk.end, chunk.seed, arrays, columns)
 
 
-def _sampled(env: str, placement: str, port: int) -> list[EpisodeChunk]:
-    settings = {"num_envs": NUM_ENVS, "rollout_fragment_length": FRAGMENT, "env_hosts_port": port}
+def _sampled(env: str, placement: str, hosts: EnvHosts) -> list[EpisodeChunk]:
+    settings = {"num_envs": NUM_ENVS, "rollout_fragment_length": FRAGMENT, **hosts.at}
     with runner(env, **settings, **PLACEMENTS[placement]) as sampler:
         chunks = [chunk for _ in range(3) for chunk in sampler.sample_fragment()]
         check_books(sampler)
@@ -57,9 +56,9 @@ def _sampled(env: str, placement: str, port: int) -> list[EpisodeChunk]:
 
 @pytest.mark.one_in(2)
 def test_chunks_are_bit_identical_in_every_placement_of_the_envs(env: str, tmp_path: Path) -> None:
-    with EnvHosts(tmp_path, free_port()) as hosts:
+    with EnvHosts(tmp_path) as hosts:
         hosts.start(env, NUM_ENVS)
-        found = {placement: _sampled(env, placement, hosts.port) for placement in PLACEMENTS}
+        found = {placement: _sampled(env, placement, hosts) for placement in PLACEMENTS}
     expected = [_brief(chunk) for chunk in found["inline"]]
     assert len({chunk.episode_id for chunk in found["inline"]}) > NUM_ENVS, "some episodes ended"
     assert [_brief(chunk) for chunk in found["process"]] == expected

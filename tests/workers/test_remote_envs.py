@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -19,7 +21,6 @@ import zmq
 
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.chunks.chunk import EpisodeChunk
-from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ConfigError, ExitCode, PortInUseError
 from headrace.schemas.frames.wire import MessageKind, decode, encode
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
@@ -35,6 +36,12 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
+    with EnvHosts(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def by_tcp(tmp_path: Path) -> Iterator[EnvHosts]:
     with EnvHosts(tmp_path, free_port()) as started:
         yield started
 
@@ -42,7 +49,7 @@ def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
 def runner(
     hosts: EnvHosts, env: str = "CartPole-v1", placement: str = "remote", on_wait: Any = None, **settings: Any
 ) -> SingleAgentEnvRunner:
-    defaults = {"num_envs": 3, "seed": 3, "env_hosts_port": hosts.port, "rollout_fragment_length": 8}
+    defaults = {"num_envs": 3, "seed": 3, "rollout_fragment_length": 8, **hosts.at}
     config = EnvRunnerConfig(env=env, **{**defaults, "env_placement": placement, **settings})
     return SingleAgentEnvRunner(config, run_uid="test", on_wait=on_wait)
 
@@ -84,12 +91,12 @@ def test_remote_envs_give_chunks_that_are_bit_identical_to_inline_envs(hosts: En
     assert found[0] == found[1]
 
 
-def test_connections_that_break_within_the_lease_lose_or_repeat_no_step(hosts: EnvHosts) -> None:
-    with runner(hosts, placement="inline") as sampler:
+def test_connections_that_break_within_the_lease_lose_or_repeat_no_step(by_tcp: EnvHosts) -> None:
+    with runner(by_tcp, placement="inline") as sampler:
         expected = [brief(chunk) for _ in range(16) for chunk in sampler.sample_fragment()]
-    with cable_to(hosts.port) as cable:
-        hosts.start("CartPole-v1", 3, port=cable.port)
-        with runner(hosts, env_hosts_lease_s=20.0) as sampler:
+    with cable_to(by_tcp.at["env_hosts_port"]) as cable:
+        by_tcp.start("CartPole-v1", 3, to=f"tcp://127.0.0.1:{cable.port}")
+        with runner(by_tcp, env_hosts_lease_s=20.0) as sampler:
             found = []
             for _ in range(16):
                 if cable.pulled < 3:
@@ -203,14 +210,14 @@ def test_an_env_host_whose_env_cannot_be_built_exits_with_an_env_error(hosts: En
     assert "NoSuchEnv-v0" in hosts.log(0).read_text()
 
 
-def test_a_port_with_keys_lets_in_only_env_hosts_with_its_keys(hosts: EnvHosts, tmp_path: Path) -> None:
+def test_a_port_with_keys_lets_in_only_env_hosts_with_its_keys(by_tcp: EnvHosts, tmp_path: Path) -> None:
     keys, others = tmp_path / "keys", tmp_path / "others"
     make_keys(keys)
     make_keys(others)
     shutil.copy2(keys / "worker.public", others)
-    refused = [hosts.start("CartPole-v1", 1), hosts.start("CartPole-v1", 1, f"keys.dir={others}")]
-    hosts.start("CartPole-v1", 3, f"keys.dir={keys}")
-    with runner(hosts, env_hosts_keys=str(keys)) as sampler:
+    refused = [by_tcp.start("CartPole-v1", 1), by_tcp.start("CartPole-v1", 1, f"keys.dir={others}")]
+    by_tcp.start("CartPole-v1", 3, f"keys.dir={keys}")
+    with runner(by_tcp, env_hosts_allow_insecure=False, env_hosts_keys=str(keys)) as sampler:
         while refused[1].poll() is None:
             assert who_acts(sampler) == {0, 1, 2}
         assert refused[1].returncode == ExitCode.KEYS
@@ -219,33 +226,48 @@ def test_a_port_with_keys_lets_in_only_env_hosts_with_its_keys(hosts: EnvHosts, 
         assert host.name.endswith("(3 x CartPole-v1)")
 
 
-def test_on_loopback_env_hosts_need_the_token_of_the_run(hosts: EnvHosts, tmp_path: Path) -> None:
-    server_token(tmp_path, asked=True)
-    other = tmp_path / "other"
-    other.mkdir()
-    server_token(other, asked=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(other))
-        refused = hosts.start("CartPole-v1", 1, f"fleet.run_dir={other}")
-    hosts.start("CartPole-v1", 3)
-    with runner(hosts, env_hosts_keys=str(tmp_path)) as sampler:
-        while refused.poll() is None:
-            assert who_acts(sampler) == {0, 1, 2}
-        assert refused.returncode == ExitCode.KEYS
-        assert "does not let in the env-host with the token" in hosts.log(0).read_text()
+@pytest.mark.parametrize("ending", ["stopped", "dropped"])
+def test_a_runner_without_a_fleet_has_its_socket_in_a_private_folder_that_ends_with_it(
+    ending: str, hosts: EnvHosts
+) -> None:
+    endpoints: list[str] = []
+
+    def on_wait(endpoint: str) -> None:
+        if not endpoints:
+            endpoints.append(endpoint)
+            hosts.start("CartPole-v1", 3, to=endpoint)
+
+    sampler: SingleAgentEnvRunner | None = runner(hosts, socket_dir="", on_wait=on_wait)
+    assert sampler is not None
+    assert who_acts(sampler) == {0, 1, 2}
+    (place,) = (Path(endpoint.removeprefix("ipc://")) for endpoint in endpoints)
+    assert (place.name, stat.S_IMODE(place.parent.stat().st_mode)) == ("envs-0", 0o700)
+    if ending == "stopped":
+        sampler.stop()
+        assert not place.exists()
+        assert place.parent.exists(), "make_env would listen at the same endpoint"
+        sampler = None
+        gc.collect()
+    else:
+        sampler = None
+        with pytest.warns(ResourceWarning, match="a port for env hosts was dropped without close"):
+            gc.collect()
+    assert not place.parent.exists()
 
 
-def test_off_loopback_keys_are_required() -> None:
-    with pytest.raises(ConfigError, match="there are no keys"):
-        SingleAgentEnvRunner(EnvRunnerConfig(env_placement="remote", env_hosts_host="0.0.0.0"))
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_for_tcp_needs_keys_on_loopback_too(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{host}' serves by TCP, and there are no keys; name their folder"):
+        SingleAgentEnvRunner(EnvRunnerConfig(env_placement="remote", env_hosts_host=host))
 
 
-def test_a_port_that_is_in_use_raises_an_error_with_its_number(hosts: EnvHosts) -> None:
+def test_a_port_that_is_in_use_raises_an_error_with_its_number(by_tcp: EnvHosts) -> None:
+    port = by_tcp.at["env_hosts_port"]
     with (
-        socket.create_server(("127.0.0.1", hosts.port)),
-        pytest.raises(PortInUseError, match=f":{hosts.port} is already"),
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(PortInUseError, match=f":{port} is already"),
     ):
-        runner(hosts)
+        runner(by_tcp)
 
 
 def test_garbage_on_the_port_is_refused_and_costs_no_env_a_step(hosts: EnvHosts) -> None:
@@ -255,7 +277,7 @@ def test_garbage_on_the_port_is_refused_and_costs_no_env_a_step(hosts: EnvHosts)
     beat, life = EnvHeartbeat(life="nobody"), {"life": "x"}
     with runner(hosts) as sampler, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
-        socket.connect(f"tcp://127.0.0.1:{hosts.port}")
+        socket.connect(hosts.endpoint())
         socket.send(b"")
         socket.send_multipart([b"HDRC", b"{}"])
         for frames in (hello.frames(), foreign, beat.frames(), encode(MessageKind.ENV_ANSWERS, life)):
@@ -285,7 +307,7 @@ def test_a_message_at_which_the_worker_fails_costs_no_env_a_step(
     with runner(hosts) as sampler, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         monkeypatch.setattr(remote_pool.RemotePool, "_greet", fail)
         socket.linger = 0
-        socket.connect(f"tcp://127.0.0.1:{hosts.port}")
+        socket.connect(hosts.endpoint())
         for life in "abc":
             socket.send_multipart(EnvHostHello(life=life, num_envs=1, spaces={}).frames())
         while len(failed) < 3:
@@ -303,13 +325,13 @@ def test_a_worker_that_waits_for_a_first_host_can_be_stopped(hosts: EnvHosts, ca
     calls = threading.Semaphore(3)
 
     def on_wait(endpoint: str) -> None:
-        assert endpoint == f"tcp://127.0.0.1:{hosts.port}"
+        assert endpoint == hosts.endpoint()
         if not calls.acquire(blocking=False):
             raise EnoughError
 
     with pytest.raises(EnoughError), caplog.at_level("INFO"):
         runner(hosts, on_wait=on_wait)
-    assert f"waiting for env hosts at tcp://127.0.0.1:{hosts.port}" in caplog.text
+    assert f"waiting for env hosts at {hosts.endpoint()}" in caplog.text
 
 
 def test_an_env_host_needs_no_torch() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import zmq
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
-from headrace.schemas.credentials.keys import PeerKeys
+from headrace.schemas.credentials.keys import ClientKeys
 from headrace.schemas.errors import DecodeError, HeadraceError, refusal
 from headrace.schemas.frames.wire import MAGIC, MessageKind, WireLimits, WireMessage, decode
 from headrace.schemas.messages import Reject, WorkerWelcome, messages_to, read
@@ -41,7 +41,7 @@ class FleetLink:
     """DEALER to the broker and SUB to its weights relay. Call `pump` often and `close` once."""
 
     def __init__(
-        self, place: FleetPlace, session: WorkerSession, weights: WeightsReceiver, keys: PeerKeys | None = None
+        self, place: FleetPlace, session: WorkerSession, weights: WeightsReceiver, keys: ClientKeys | None = None
     ) -> None:
         self.place = place
         self.session = session
@@ -80,9 +80,8 @@ class FleetLink:
         ready = self._poller.poll(int(min(wait_s, self.weights.patience_s) * 1000))
         for socket, _ in ready:
             if socket is self._monitor:
-                if self._handshakes.observe(self._monitor.recv_multipart()):
-                    self._connect_again()
-                elif self._handshakes.connected:
+                self._handshakes.observe(self._monitor.recv_multipart())
+                if self._handshakes.connected:
                     self.session.connected(time.monotonic(), again=self._was_connected)
                     self._was_connected = True
             elif not socket.closed:
@@ -132,14 +131,6 @@ class FleetLink:
     def close(self) -> None:
         """Close the sockets, waiting up to 200 ms for queued messages. Anything still unsent is lost."""
         self._own.close()
-
-    def _connect_again(self) -> None:
-        """Connect with another token. The subscriber was refused too; it reconnects after the next WELCOME."""
-        self._handshakes.connect_again(self._dealer)
-        if self._subscriber is not None:
-            self._poller.unregister(self._subscriber)
-            self._subscriber.close()
-            self._subscriber = None
 
     def _follow_broker(self) -> None:
         """Connect to the broker's new address if it has one."""

@@ -71,7 +71,7 @@ class Membership:
             raise ConfigError("'lz4' needs the package lz4: pip install headrace[lz4]", key="worker.compression")
         self._compresses, self._asked = False, self.session.welcome
         """True while batches are compressed, and the WELCOME by which that was decided."""
-        keys = client_keys(config.keys.dir, "worker", config.fleet.run_dir, config.keys.group)
+        keys = client_keys(config.keys.dir, "worker", config.keys.group)
         self.link = FleetLink(place or FleetPlace(endpoint), self.session, self.weights, keys)
         self._told = (self.session.settled, self.session.accepted)
         """The settled and accepted batches that the recorder shows."""

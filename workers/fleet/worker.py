@@ -164,8 +164,8 @@ def host_of_ports(config: FleetConfig) -> str:
 
     Raises `ConfigError` for a name that does not resolve, or that no peer can connect to.
     """
-    bound = config.serving.host if config.serving.enabled else config.env_hosts_host
-    if not config.serving.enabled and config.sampling.env_placement != "remote":
+    bound = config.serving.http_host if config.serving.enabled else config.env_hosts_host
+    if not bound or (not config.serving.enabled and config.sampling.env_placement != "remote"):
         return ""
     host = host_to_advertise(bound, config.worker.advertise, "worker.advertise")
     if re.match(PORT_PATTERN, advertised({"": "tcp://:1"}, host)[""]) is None:

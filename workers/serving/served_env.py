@@ -7,20 +7,19 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from headrace.schemas.accounts.worker_figures import ServingFigures
 from headrace.schemas.basics.bounds import HIGHEST_PORT
 from headrace.schemas.credentials.keys import CLIENT, CLIENT_PORT, TOKEN_FILE, keys_folder, port_keys
-from headrace.schemas.credentials.loopback_token import token_for_port
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, EnvContractError, PortInUseError
 from headrace.schemas.peers.advertised import in_url
+from headrace.schemas.peers.socket_folder import SocketPlace
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers.agents.env import build_multi_agent_env, gym_spaces_of, spaces_by_agent
-from headrace.workers.config import EnvRunnerConfig, runner_config
+from headrace.workers.config import EnvRunnerConfig, runner_config, socket_dir
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import find_creator
 from headrace.workers.envs.remote.router_port import RouterPort
@@ -42,7 +41,8 @@ def served_config(config: FleetConfig) -> EnvRunnerConfig:
     served = ServedEnvs(
         config.serving,
         sampling.env,
-        config.keys.dir or config.token_dir(),
+        config.keys.dir,
+        socket_dir="" if config.serving.host else socket_dir(config),
         keys_group=config.keys.group,
         allow_insecure=config.broker.allow_insecure,
         check_bounds=not sampling.disable_env_checking,
@@ -64,6 +64,7 @@ class ServedEnvs:
         like: str | Callable[..., Any],
         keys_dir: str | None,
         *,
+        socket_dir: str = "",
         keys_group: str | None = None,
         allow_insecure: bool = False,
         check_bounds: bool = True,
@@ -75,7 +76,9 @@ class ServedEnvs:
         self._keys_dir, self._keys_group = keys_dir, keys_group
         self._allow_insecure = allow_insecure
         self.check_bounds = check_bounds
-        self._ports: tuple[int, int] | None = None
+        self._socket_dir = socket_dir
+        self._at: tuple[str, int] | SocketPlace | None = None
+        self._http_port: int | None = None
         self.acting_channel = ActingChannel(settings.max_message_bytes) if settings.client_inference else None
         """The channel to clients that act by themselves, if the config allows them. It outlives each env."""
         self._env: ServedEnv | ServedMultiAgentEnv | None = None
@@ -88,28 +91,28 @@ class ServedEnvs:
         Raises `ConfigError`, `KeysError`, `PortInUseError`, and what the env's creator raises.
         """
         spaces = self._multi_agent_spaces(context) if self._several_agents else self._spaces(context)
-        folder = keys_folder(self._keys_dir)
-        token = self._token(folder)
+        token = self._token()
         if self.settings.http_port is not None:
             _check_http_installed()
-        port, http_port = self._ports or self._ports_of(context.worker_index)
-        keys = port_keys(folder, CLIENT, self._keys_group) if folder is not None else None
+        if self._at is None:
+            self._at, self._http_port = self._places_of(context.worker_index)
         router_port = RouterPort(
-            self.settings.host,
-            port,
-            keys,
+            self._at,
+            port_keys(self._keys_dir, CLIENT, self._keys_group),
             allow_insecure=self._allow_insecure,
             domain=CLIENT_PORT,
             largest_message=self.settings.max_message_bytes,
         )
         try:
-            http_socket = self._listen(http_port, token) if self.settings.http_port is not None else None
+            http_socket = self._listen(self._http_port, token) if self._http_port is not None else None
         except BaseException:
             router_port.close()
             raise
         self._env = ServedMultiAgentEnv(*spaces) if self._several_agents else ServedEnv(*spaces)
         self._env.serve_at(router_port, http_socket, token, self)
-        self._ports = self._env.ports
+        self._at = router_port.at
+        if http_socket is not None:
+            self._http_port = int(http_socket.getsockname()[1])
         return self._env
 
     def ports(self) -> dict[str, str]:
@@ -143,41 +146,40 @@ class ServedEnvs:
         actions = {agent: action for agent, (_, action) in by_agent.items()}
         return actions, {agent: observation for agent, (observation, _) in by_agent.items()}
 
-    def _ports_of(self, slot: int) -> tuple[int, int]:
-        port, http_port = (base and base + slot for base in (self.settings.port, self.settings.http_port or 0))
-        if max(port, http_port) > HIGHEST_PORT:
-            raise ConfigError(f"port {max(port, http_port)} of slot {slot} is above {HIGHEST_PORT}", key="serving.port")
-        return port, http_port
+    def _places_of(self, slot: int) -> tuple[tuple[str, int] | SocketPlace, int | None]:
+        """Return where to serve by ZeroMQ, and the port for HTTP."""
+        s = self.settings
+        port, http_port = s.port and s.port + slot, s.http_port and s.http_port + slot
+        if (highest := max(port, http_port or 0)) > HIGHEST_PORT:
+            raise ConfigError(f"port {highest} of slot {slot} is above {HIGHEST_PORT}", key="serving.port")
+        return (s.host, port) if s.host else SocketPlace(self._socket_dir, f"clients-{slot}"), http_port
 
-    def _token(self, folder: Path | None) -> str | None:
-        if self.settings.http_port is None:
-            return None
-        if folder is None or token_for_port(folder) is not None:  # a run directory has no token for HTTP
-            return None
-        return read_token(folder / TOKEN_FILE)
+    def _token(self) -> str | None:
+        folder = keys_folder(self._keys_dir) if self.settings.http_port is not None else None
+        return read_token(folder / TOKEN_FILE) if folder is not None else None
 
     def _listen(self, port: int, token: str | None) -> socket.socket:
-        s = self.settings
-        if token is None and not is_loopback(s.host):
+        host = self.settings.http_host
+        if token is None and not is_loopback(host):
             if not self._allow_insecure:
                 message = (
-                    f"{s.host} is reachable from other machines, and there is no token; name a folder with "
+                    f"{host} is reachable from other machines, and there is no token; name a folder with "
                     "http.token in keys.dir (`headrace keys init` makes one), or listen on loopback"
                 )
                 raise ConfigError(message, key="serving.host")
-            log.warning("serving HTTP clients on %s without a token, as configured", s.host)
-        elif not is_loopback(s.host):
+            log.warning("serving HTTP clients on %s without a token, as configured", host)
+        elif not is_loopback(host):
             log.warning(
                 "HTTP on %s is not encrypted: clients send the token in clear; put TLS in front of it, and bind "
                 "loopback behind that",
-                s.host,
+                host,
             )
         try:
-            return socket.create_server((s.host, port), family=socket.AF_INET6 if ":" in s.host else socket.AF_INET)
+            return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise PortInUseError(f"http://{s.host}:{port}") from error
-            raise ConfigError(f"{s.host!r} cannot be bound: {error.strerror}", key="serving.host") from error
+                raise PortInUseError(f"http://{host}:{port}") from error
+            raise ConfigError(f"{host!r} cannot be bound: {error.strerror}", key="serving.host") from error
 
 
 def _check_http_installed() -> None:
@@ -202,8 +204,7 @@ class _ServedByPorts(SelfDrivenEnv[Any]):
         self.endpoint = router_port.endpoint
         """Address for ZeroMQ clients."""
         http_port = http_socket.getsockname()[1] if http_socket is not None else 0
-        self.ports = int(router_port.endpoint.rsplit(":", 1)[1]), int(http_port)
-        self.url = f"http://{in_url(creator.settings.host)}:{http_port}" if http_socket is not None else ""
+        self.url = f"http://{in_url(creator.settings.http_host)}:{http_port}" if http_socket is not None else ""
         """Address for HTTP clients; empty without HTTP."""
         log.info("serving clients at %s%s", self.endpoint, f" and {self.url}" if self.url else "")
 
@@ -234,7 +235,7 @@ class _ServedByPorts(SelfDrivenEnv[Any]):
             return zmq_listener
         from headrace.workers.serving.http.combined_listener import CombinedListener  # needs the extra `http`
 
-        host = self._creator.settings.host.lower()
+        host = self._creator.settings.http_host.lower()
         return CombinedListener(zmq_listener, codec, limits, self._http_socket, self._token, frozenset([host]))
 
     def close(self) -> None:

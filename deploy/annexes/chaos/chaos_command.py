@@ -118,7 +118,7 @@ def _refuse_other_kinds(config: FleetConfig) -> None:
         ("sampling.env_placement", sampling.env_placement == "remote", "envs on env hosts"),
         ("sampling.synchronous", sampling.synchronous, "synchronous sampling, which needs a learner that trains"),
         ("serving.enabled", config.serving.enabled, "envs that clients drive"),
-        ("broker.transport", config.broker.transport == "ipc", "Unix sockets, whose links it cannot cut"),
+        ("broker.host", bool(config.broker.host), "a broker that serves by TCP"),
         ("keys.dir", bool(config.keys.dir), "keys"),
         ("redis.url", bool(config.redis.url), "a Redis of your own, which it would flush"),
     ):

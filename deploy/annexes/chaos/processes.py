@@ -147,10 +147,9 @@ class FleetProcesses:
         is_own = found is not None and self.up.pid in (parent_of(found), parent_of(parent_of(found)))
         return found if is_own else None
 
-    def address(self, role: str) -> tuple[str, int] | None:
-        """Return (host, port) at which the broker serves this role; None while it does not serve."""
-        host, _, port = endpoint_in(self._folders.fleet, role).removeprefix("tcp://").rpartition(":")
-        return (host, int(port)) if port.isdecimal() else None
+    def address(self, role: str) -> str:
+        """Return the address at which the broker serves this role; "" while it does not serve."""
+        return endpoint_in(self._folders.fleet, role)
 
     def summary(self) -> dict[str, Any]:
         """Return the JSON that the last life of `up` printed; empty if it printed none."""

@@ -81,7 +81,7 @@ def record(endpoint: str, folder: Path, run_dir: Path) -> None:
     Raises the errors of `EpisodeStream`.
     """
     files, slow = RecordFiles(folder), folder / SLOW
-    keys = client_keys(None, "learner", run_dir)
+    keys = client_keys(None, "learner")
     settings: dict[str, Any] = {"auto_commit": False, "silence_timeout_s": _SILENCE_S, "keys": keys}
     with stop_event() as stopping, EpisodeStream(endpoint, position=files.position, **settings) as stream:
         saved_at = time.monotonic()

@@ -1,17 +1,18 @@
-"""A TCP relay in a thread. It can cut or hold back the connections that it forwards, without root."""
+"""A relay of Unix sockets in a thread. It can cut or hold back the connections that it forwards."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import threading
 from collections.abc import Callable
 from enum import Enum
 
+from headrace.schemas.peers.socket_folder import SCHEME, endpoint_of, new_socket_folder
+
 _READ = 1 << 18
 _STOP_S = 5.0
-
-Address = tuple[str, int]
 
 
 class LinkState(Enum):
@@ -25,24 +26,22 @@ class LinkState(Enum):
 
 
 class Relay:
-    """Listens on a free loopback port and forwards to `target()`, asked at each connection; None refuses it."""
+    """Listens on a Unix socket of its own and forwards to `target()`, asked at each connection; "" refuses it."""
 
-    def __init__(self, target: Callable[[], Address | None]) -> None:
+    def __init__(self, target: Callable[[], str]) -> None:
         self._target = target
         self._state = LinkState.FORWARDS
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._may_pass = asyncio.Event()
         self._may_pass.set()
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
-        self.port: int = self._server.sockets[0].getsockname()[1]
+        self._folder = new_socket_folder()
+        self.endpoint = endpoint_of(self._folder, "relay")
+        """The address to connect to."""
+        path = self.endpoint.removeprefix(SCHEME)
+        self._server = self._loop.run_until_complete(asyncio.start_unix_server(self._serve, path))
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
         self._thread.start()
-
-    @property
-    def endpoint(self) -> str:
-        """Return the address to connect to."""
-        return f"tcp://127.0.0.1:{self.port}"
 
     def set(self, state: LinkState) -> None:
         """Change what happens to connections, open and new ones."""
@@ -56,6 +55,7 @@ class Relay:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_S)
         self._loop.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _set(self, state: LinkState) -> None:
         self._state = state
@@ -76,10 +76,10 @@ class Relay:
         self._tasks.add(task)
         far: asyncio.StreamWriter | None = None
         try:
-            target = self._target() if self._state is not LinkState.REFUSES else None
-            if target is None:
+            target = self._target() if self._state is not LinkState.REFUSES else ""
+            if not target:
                 return
-            far_reader, far = await asyncio.open_connection(*target)
+            far_reader, far = await asyncio.open_unix_connection(target.removeprefix(SCHEME))
             ways = [asyncio.ensure_future(self._pump(*way)) for way in ((reader, far), (far_reader, writer))]
             try:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)

@@ -109,7 +109,7 @@ class Trial:
     def _start(self, signals: StopSignals) -> None:
         self._say(f"starting the fleet in {self._folders.fleet}")
         self._processes.up.start()
-        self._wait(lambda: self._processes.address("learner") is not None, "the broker to serve", signals)
+        self._wait(lambda: bool(self._processes.address("learner")), "the broker to serve", signals)
         self._processes.learner.start()
         self._processes.elsewhere.start()
         self._wait(self._all_deliver, "every worker's first batch at the learner", signals)

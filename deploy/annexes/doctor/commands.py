@@ -27,7 +27,7 @@ class JoiningRole(StrEnum):
     app,
     "headrace doctor",
     "headrace doctor --set fleet.workers=16 --json",
-    "headrace doctor --endpoint tcp://127.0.0.1:5701   # on a worker's machine",
+    "headrace doctor --endpoint tcp://BROKER:5701 --set keys.dir=keys   # on a worker's machine",
     "headrace doctor --rendezvous /shared/runs/a/rendezvous.json --set keys.dir=keys",
     "headrace doctor --rendezvous /shared/runs/a/rendezvous.json --role env-host --set keys.dir=keys",
     options="endpoint rendezvous role run_dir config redis_url sets as_json",

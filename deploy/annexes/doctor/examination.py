@@ -99,9 +99,11 @@ def key_checks(config: FleetConfig) -> Iterator[Check]:
 
 
 def _without_keys(config: FleetConfig) -> Check:
-    if is_loopback(config.broker.host):
-        return Check("keys", Verdict.OK, "none; only this machine is served")
-    return Check("keys", Verdict.WARN, "none; other machines can connect and read along", "headrace keys init")
+    host = config.broker.host or config.serving.host
+    if not host:
+        return Check("keys", Verdict.OK, "none; Unix sockets serve this user alone")
+    others = "all users of this machine" if is_loopback(host) else "other machines"
+    return Check("keys", Verdict.WARN, f"none; {others} can connect and read along", "headrace keys init")
 
 
 def _disk(run_dir: Path) -> Check:

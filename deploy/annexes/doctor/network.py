@@ -27,9 +27,9 @@ _MOST_WORKERS = 8
 def port_checks(config: FleetConfig) -> Iterator[Check]:
     """Check whether each configured port can be bound."""
     broker, sampling = config.broker, config.sampling
-    for role, port in broker.ports.items() if broker.transport == "tcp" else ():
+    for role, port in broker.ports.items() if broker.host else ():
         yield _port(f"{role} port", broker.host, port, "broker.port")
-    if sampling.env_placement == "remote":
+    if sampling.env_placement == "remote" and config.env_hosts_host:
         first = sampling.env_hosts_port
         for slot in range(config.fleet.workers if first else 1):
             name = f"env hosts {slot}" if first else "env hosts"
@@ -71,9 +71,9 @@ def advertised_check(what: str, bound: str, advertise: str, setting: str) -> Che
 def advertised_checks(config: FleetConfig) -> Iterator[Check]:
     """Check the addresses at which other machines find the broker, and workers that have env hosts."""
     broker = config.broker
-    if broker.transport == "tcp":
+    if broker.host:
         yield advertised_check("broker address", broker.host, broker.advertise, "broker.advertise")
-    if config.sampling.env_placement == "remote":
+    if config.sampling.env_placement == "remote" and config.env_hosts_host:
         advertise = config.worker.advertise
         yield advertised_check("envs' address", config.env_hosts_host, advertise, "worker.advertise")
 
@@ -153,7 +153,7 @@ def _look(rendezvous: Rendezvous, *, is_asked_twice: bool) -> Published | None:
 def _key_check(config: FleetConfig, found: Published, where: str, role: str) -> Check:
     """Check that the broker's key is the one in our folder. `key_checks` has judged the folder itself."""
     try:
-        keys = client_keys(config.keys.dir, role, config.fleet.run_dir, config.keys.group)
+        keys = client_keys(config.keys.dir, role, config.keys.group)
         check_fingerprint(keys, role, found.keys.get(BROKER, ""), where)
     except (KeysError, KeysRefusedError) as error:
         return Check("broker key", Verdict.FAIL, str(error))

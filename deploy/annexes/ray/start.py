@@ -75,9 +75,8 @@ def _options(fleet: Joined, where: str, ray: ModuleType) -> tuple[str, ...]:
 def _settings(config: FleetConfig) -> bytes:
     """Return the settings of a worker as JSON.
 
-    They go through Ray, so they lack the Redis password. A worker on the broker's machine shows the run's token.
+    They go through Ray, so they lack the Redis password.
     """
     told = config.model_dump(mode="json", exclude_none=True)
     told["redis"]["url"] = told["fleet"]["rendezvous"] = ""
-    told["keys"]["dir"] = config.keys.dir or config.token_dir()
     return orjson.dumps(told)

@@ -15,7 +15,7 @@ app = typer.Typer()
 @command(
     app,
     "headrace serve --http 8080",
-    "headrace serve --checkpoint runs/a --port 5900 --num-envs 64 --json",
+    "headrace serve --checkpoint runs/a --host 0.0.0.0 --port 5900 --set keys.dir=keys --json",
     "headrace serve --checkpoint runs/a/learner.checkpoint --set serving.lease_s=10 --http 8080",
     "headrace serve --checkpoint redis://127.0.0.1:6379 --fleet-id demo --env CartPole-v1 --explore",
     options="checkpoint http port host env open_episodes explore fleet_id config sets allow as_json",

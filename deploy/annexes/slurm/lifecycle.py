@@ -15,7 +15,7 @@ from headrace.deploy.annexes.slurm.job_file import JobFile, jobs_locked, read_jo
 from headrace.deploy.annexes.slurm.scheduler import Task, end, stop, submit, tasks_of
 from headrace.deploy.annexes.slurm.submission import FleetPart, for_cluster, job_prefix, sbatch_line
 from headrace.deploy.process.fleet_errors import FleetError, slurm_error
-from headrace.deploy.run.key_pairs import make_keys
+from headrace.deploy.run.key_pairs import ensure_keys
 from headrace.deploy.run.resume import EarlierRun
 from headrace.deploy.run.run_dir import RunDir, new_run_dir
 from headrace.deploy.run.seal import write_sealed
@@ -61,8 +61,8 @@ def prepare(config: FleetConfig) -> tuple[FleetConfig, Path]:
         _refuse_a_second(run_dir)
         _check_earlier_run(run_dir, ready)
         (run_dir / RENDEZVOUS_FILE).unlink(missing_ok=True)  # an earlier fleet's: tasks would leave with it
-        if not config.keys.dir and not config.broker.allow_insecure and not Path(ready.keys.dir).exists():
-            make_keys(Path(ready.keys.dir))
+        if not config.keys.dir and ready.keys.dir:
+            ensure_keys(Path(ready.keys.dir))
         write_sealed(settings_file(run_dir), orjson.dumps(ready.model_dump(mode="json")))
         slurm = ready.slurm
         asked = {"worker_tasks": slurm.worker_tasks, "env_host_tasks": slurm.env_host_tasks}

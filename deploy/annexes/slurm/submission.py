@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from headrace.deploy.run.run_dir import file_name_of
+from headrace.deploy.run.run_dir import KEYS_FOLDER, file_name_of
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 
@@ -75,8 +75,6 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
     Raises `ConfigError` for settings that cannot work on a cluster.
     """
     broker, keys, placement = config.broker, config.keys, config.sampling.env_placement
-    if broker.transport == "ipc":
-        raise ConfigError('"ipc" serves one machine alone; leave it out', key="broker.transport")
     if config.slurm.env_host_tasks and placement != "remote":
         at = f"{placement!r}; set it to 'remote', or leave out slurm.env_host_tasks"
         raise ConfigError(f"env hosts are for 'remote', and it is {at}", key="sampling.env_placement")
@@ -88,7 +86,7 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
         "worker.ends_with_fleet": True,
     }
     if not keys.dir and not broker.allow_insecure:
-        changed["keys.dir"] = str(run_dir / "keys")
+        changed["keys.dir"] = str(run_dir / KEYS_FOLDER)
     if is_loopback(broker.host):
         changed["broker.host"] = EVERY_ADDRESS
     if "connect_timeout_s" not in config.worker.model_fields_set:

@@ -42,7 +42,7 @@ def workers(case: str) -> Iterator[Take]:
 @contextmanager
 def carrying(case: str) -> Iterator[Take]:
     """Receive what a loop in Python forwards."""
-    with Processes() as processes, transport.Forwarding(first_load(case), processes) as bare:
+    with Processes() as processes, transport.Forwarding(first_load(case), processes, processes.folder) as bare:
         yield bare.take
 
 

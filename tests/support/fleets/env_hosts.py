@@ -11,23 +11,50 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from headrace.schemas.peers.socket_folder import endpoint_of
 from support.ports import free_port
+from support.socket_folders import socket_folder
 
 
 class EnvHosts:
-    """Starts `headrace env-host`s, and ends them all."""
+    """Starts `headrace env-host`s, and ends them all.
 
-    def __init__(self, folder: Path, port: int) -> None:
-        self._folder, self.port = folder, port
+    They connect by Unix sockets in `socket_dir`, or for None in a new folder that is removed at the end. With a `port`
+    they connect by TCP on loopback, without keys.
+
+    - at: the settings of an `EnvRunnerConfig` whose runner listens for them. The config of a fleet has none of these:
+      there `socket_dir` is `make_socket_folder(RUN)`.
+    """
+
+    def __init__(self, folder: Path, port: int | None = None, *, socket_dir: Path | None = None) -> None:
+        self._folder, self._port = folder, port
         self.processes: list[subprocess.Popen[bytes]] = []
+        self._stack = ExitStack()
+        self.at: dict[str, Any]
+        if port is not None:
+            self.at = {"env_hosts_host": "127.0.0.1", "env_hosts_port": port, "env_hosts_allow_insecure": True}
+            return
+        if socket_dir is None:
+            socket_dir = self._stack.enter_context(socket_folder())
+        self._socket_dir = socket_dir
+        self.at = {"socket_dir": str(socket_dir)}
 
-    def start(self, env: str, num_envs: int, *sets: str, port: int | None = None) -> subprocess.Popen[bytes]:
+    def endpoint(self, slot: int = 0) -> str:
+        """Return the address at which the worker in `slot` listens."""
+        if self._port is not None:
+            return f"tcp://127.0.0.1:{self._port + slot}"
+        return endpoint_of(self._socket_dir, f"envs-{slot}")
+
+    def start(
+        self, env: str, num_envs: int, *sets: str, slot: int = 0, to: str | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start one for the worker in `slot`, or for that at the endpoint `to`."""
         command = [sys.executable, "-m", "headrace.deploy", "env-host", "--env", env, "--num-envs", str(num_envs)]
-        command += ["--connect", f"tcp://127.0.0.1:{port or self.port}"]
+        command += ["--connect", to or self.endpoint(slot)]
         for assignment in ("sampling.envs_per_process=2", *sets):
             command += ["--set", assignment]
         with self.log(len(self.processes)).open("wb") as log:
@@ -43,12 +70,13 @@ class EnvHosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.terminate()
-        for process in self.processes:
-            process.wait(100)
+        with self._stack:
+            for process in self.processes:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGCONT)
+                    process.terminate()
+            for process in self.processes:
+                process.wait(100)
 
 
 class Cable:

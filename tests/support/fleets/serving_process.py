@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import gymnasium as gym
 
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.envs.spaces import spaces_of
+from support.waiting import wait_until
 
 
 def cart_spaces(env_id: str = "CartPole-v1") -> Spaces:
@@ -30,3 +32,9 @@ def serving(folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
             yield process
         finally:
             process.kill()
+
+
+def served_at(folder: Path) -> str:
+    """Return the Unix socket of the process that serves from `folder`, once it has said it."""
+    log = folder / "log"
+    return wait_until(lambda: re.search(r"ipc:///[^ ]+", log.read_text()), "the address of the server")[0]

@@ -33,8 +33,7 @@ from headrace.schemas.basics.stop_event import StopEvent
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd, EpisodeChunk
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
-from headrace.schemas.credentials.keys import BrokerKeys, PeerKeys
-from headrace.schemas.credentials.loopback_token import ServerToken
+from headrace.schemas.credentials.keys import BrokerKeys, ClientKeys
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.schemas.messages import WorkerHello
@@ -82,17 +81,25 @@ class LoopThread(ABC):
 # -- brokers ----------------------------------------------------------------------------------------------------------
 
 
+def _by_tcp(settings: dict[str, Any], *, keyed: bool) -> dict[str, Any]:
+    """The settings of a broker, on loopback by TCP where it has keys, a port or `allow_insecure`."""
+    if keyed or settings.keys() & {"port", "allow_insecure"}:
+        return {"host": "127.0.0.1", "allow_insecure": not keyed, **settings}
+    return settings
+
+
 class BrokerThread(LoopThread):
     """A real broker whose loop turns in a thread of this process. `ask` runs a question between two turns of it.
 
-    A broker that is started after `stop` on the same run_dir takes its ports.
+    A broker that is started after `stop` on the same run_dir takes its addresses. With keys, a port or
+    `allow_insecure` it serves by TCP on loopback, else by Unix sockets.
     """
 
     def __init__(
         self,
         run_dir: Path,
         fleet_id: str = FLEET,
-        keys: BrokerKeys | ServerToken | None = None,
+        keys: BrokerKeys | None = None,
         *,
         redis_url: str | None = None,
         synchronous: bool = False,
@@ -101,6 +108,7 @@ class BrokerThread(LoopThread):
         **settings: Any,
     ) -> None:
         super().__init__("broker")
+        settings = _by_tcp(settings, keyed=keys is not None)
         config = FleetConfig().model_copy(  # without a check of what clashes, such as a host without keys
             update={
                 "broker": BrokerSection(**settings),
@@ -189,9 +197,15 @@ def script_process(script: str, *arguments: str, log: Path) -> Process:
         return Process(subprocess.Popen([sys.executable, "-c", script, *arguments], stderr=stderr), log)
 
 
-def broker_process(run_dir: Path, redis_url: str = "", places: int = 4096, **settings: Any) -> Process:
-    """A broker in a process of its own, serving at most `places` peers at each port."""
-    config = orjson.dumps({"broker": settings}).decode()
+def broker_process(
+    run_dir: Path, redis_url: str = "", places: int = 4096, *, keys: Path | None = None, **settings: Any
+) -> Process:
+    """A broker in a process of its own, serving at most `places` peers at each port. `keys`: the folder of its keys.
+
+    It serves by TCP where a `BrokerThread` does.
+    """
+    sections = {"broker": _by_tcp(settings, keyed=keys is not None), "keys": {"dir": str(keys or "")}}
+    config = orjson.dumps(sections).decode()
     process = script_process(_BROKER, str(run_dir), config, redis_url, str(places), log=run_dir / "broker.log")
     wait_until(lambda: _serves(run_dir, process), "the broker's start")
     return process
@@ -304,7 +318,7 @@ class Feeder(LoopThread):
         fleet_id: str = FLEET,
         spaces: Spaces = SPACES,
         alter: Callable[[int, list[Buffer]], list[Buffer]] = lambda seq, frames: frames,
-        keys: PeerKeys | None = None,
+        keys: ClientKeys | None = None,
         join_s: float = TIMEOUT_S,
         follows_learner: bool = False,
     ) -> None:
@@ -405,12 +419,12 @@ StartFeeder = Callable[..., Feeder]
 
 
 class RawPeer:
-    """A DEALER that says whatever a test wants, to a broker that lets this `role` in."""
+    """A DEALER that says whatever a test wants, to a broker that lets this `role` in, by its `keys` if it asks."""
 
-    def __init__(self, endpoint: str, role: str = "worker") -> None:
+    def __init__(self, endpoint: str, role: str = "worker", keys: ClientKeys | None = None) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
-        for name, value in {**sockets.COMMON, **Handshakes(endpoint, role, None).options()}.items():
+        for name, value in {**sockets.COMMON, **Handshakes(endpoint, role, keys).options()}.items():
             self.socket.setsockopt(getattr(zmq, name), value)
         self.socket.connect(endpoint)
 

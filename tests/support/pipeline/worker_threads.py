@@ -20,6 +20,7 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.messages import Obituary, SupervisorHello
 from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.peers.socket_folder import endpoint_of, make_socket_folder
 from headrace.schemas.settings.config import ModuleSection
 from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.fleet import worker as worker_module
@@ -28,6 +29,11 @@ from support.waiting import wait_until
 
 SAMPLING: dict[str, Any] = {"env": "CartPole-v1", "num_envs": 2, "rollout_fragment_length": 16, "seed": 1}
 AT_RANDOM = {"sampling": SAMPLING, "worker": {"random_actions_before_weights": True}}
+
+
+def in_run(run_dir: Path, kind: str) -> tuple[dict[str, Any], str]:
+    """The section [fleet] of a worker with its sockets in `run_dir`, and the address of that in slot 0 for `kind`."""
+    return {"run_dir": str(run_dir)}, endpoint_of(make_socket_folder(run_dir), f"{kind}-0")
 
 
 class WorkerThread(LoopThread):

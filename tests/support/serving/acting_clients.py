@@ -39,14 +39,26 @@ PAIR: dict[str, Any] = {"policies": {"short": None, "long": None}, "missing_fina
 
 
 class ServingRunner:
-    """A runner that serves, with a thread that does what a worker does for clients of both kinds."""
+    """A runner that serves, with a thread that does what a worker does for clients of both kinds.
 
-    def __init__(self, lease_s: float = 20.0, port: int = 0, max_message_bytes: int = 1 << 20, **changes: Any) -> None:
+    It serves by a Unix socket in `socket_dir`, or for "" in a new folder. With keys: by TCP.
+    """
+
+    def __init__(
+        self,
+        lease_s: float = 20.0,
+        max_message_bytes: int = 1 << 20,
+        socket_dir: str = "",
+        keys_dir: str = "",
+        **changes: Any,
+    ) -> None:
+        host = "127.0.0.1" if keys_dir else ""
         settings = ServingSection(
-            enabled=True, port=port, lease_s=lease_s, client_inference=True, max_message_bytes=max_message_bytes
+            enabled=True, host=host, lease_s=lease_s, client_inference=True, max_message_bytes=max_message_bytes
         )
         several = "policies" in changes
-        self.creator = ServedEnvs(settings, PAIR_ENV if several else "CartPole-v1", "", several_agents=several)
+        env = PAIR_ENV if several else "CartPole-v1"
+        self.creator = ServedEnvs(settings, env, keys_dir, socket_dir=socket_dir, several_agents=several)
         kind: Any = MultiAgentEnvRunner if several else SingleAgentEnvRunner
         self.runner = kind(EnvRunnerConfig(env=self.creator, **{**SETTINGS, **changes}))
         self.endpoint = self.runner.env.endpoint
@@ -125,9 +137,10 @@ def serving_runner(**changes: Any) -> Iterator[ServingRunner]:
         made.close()
 
 
-def acting(endpoint: str, **changes: Any) -> ActingClient:
+def acting(endpoint: str, keys: str | None = None, **changes: Any) -> ActingClient:
     config = EnvRunnerConfig(**{**SETTINGS, **changes})
-    return ActingClient(endpoint, config, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S, update_interval_s=0.05)
+    patient: dict[str, Any] = {"timeout_s": TIMEOUT_S, "connect_timeout_s": TIMEOUT_S}
+    return ActingClient(endpoint, config, keys=keys, update_interval_s=0.05, **patient)
 
 
 def play(client: Any, steps: int, episodes: int = 3) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from headrace.schemas.credentials.keys import ClientKeys
 from headrace.workers.serving.client import PolicyClient
 from support.serving.plain_episodes import rule
 from support.serving.served import Served
@@ -12,9 +13,9 @@ from support.waiting import TIMEOUT_S
 
 
 @contextmanager
-def somebody_else(server: Served) -> Iterator[Callable[[], None]]:
+def somebody_else(server: Served, keys: ClientKeys | None = None) -> Iterator[Callable[[], None]]:
     """Another client's episode, of which a call takes a step; at the end it is what that client lived through."""
-    with PolicyClient(server.endpoint, timeout_s=TIMEOUT_S) as client:
+    with PolicyClient(server.endpoint, keys=keys, timeout_s=TIMEOUT_S) as client:
         episode, steps = client.start_episode(), 0
 
         def go_on() -> None:

@@ -10,7 +10,7 @@ from typing import Self
 
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.credentials.keys import CLIENT_PORT, BrokerKeys
-from headrace.schemas.credentials.loopback_token import ServerToken
+from headrace.schemas.peers.socket_folder import SocketPlace
 from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.serving.acting_channel import ActingChannel
@@ -33,18 +33,30 @@ class Served:
         limits: ServingLimits = LIMITS,
         *,
         capacity: int = 100,
+        socket_dir: str = "",
+        host: str = "",
         port: int = 0,
-        keys: BrokerKeys | ServerToken | None = None,
+        keys: BrokerKeys | None = None,
         token: str | None = None,
         spaces: Spaces = SPACES,
-        host: str = "127.0.0.1",
         away_s: Callable[[], float] = lambda: 0.0,
         http_hosts: frozenset[str] = frozenset(),
     ) -> None:
-        """`away_s`: how long the sampler does something else, each time that it has answered."""
+        """Serve by a Unix socket in `socket_dir`, or for "" in a new folder. With a host, a port or keys: by TCP.
+
+        `away_s`: how long the sampler does something else, each time that it has answered.
+        """
+        by_tcp = host or port or keys is not None
+        self._at = (host or "127.0.0.1", port) if by_tcp else SocketPlace(socket_dir, "clients-0")
         self.episodes = PlainEpisodes(capacity)
         codec = EpisodeCodec.of(spaces)
-        self._router_port = RouterPort(host, port, keys, domain=CLIENT_PORT, largest_message=limits.max_message_bytes)
+        self._router_port = RouterPort(
+            self._at,
+            keys,
+            allow_insecure=keys is None,
+            domain=CLIENT_PORT,
+            largest_message=limits.max_message_bytes,
+        )
         self.endpoint = self._router_port.endpoint
         self.acting_channel = ActingChannel(limits.max_message_bytes)
         self.acting_channel.open(

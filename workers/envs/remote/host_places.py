@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import shlex
 import time
 from collections.abc import Set
 from urllib.parse import urlsplit
@@ -200,7 +201,7 @@ class HostWait:
 
     def __init__(self, config: EnvRunnerConfig, endpoint: str) -> None:
         self._endpoint = endpoint
-        self._remedy = f"headrace env-host --connect {_address(endpoint)} --env {config.env or 'ENV'}"
+        self._remedy = f"headrace env-host --connect {shlex.quote(_address(endpoint))} --env {config.env or 'ENV'}"
         self._begin(time.monotonic())
         log.info("waiting for env hosts at %s: %s", endpoint, self._remedy)
 

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
-from urllib.parse import urlsplit
 
 from numpy.typing import NDArray
 
@@ -17,9 +16,11 @@ from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.chunks.spaces import Spaces, spaces_from_json
+from headrace.schemas.credentials.keys import ENV_HOST, port_keys
 from headrace.schemas.errors import ConfigError, DecodeError, EnvError, EnvHostLostError
 from headrace.schemas.frames.wire import MessageKind, WireMessage, decode
 from headrace.schemas.messages import Fenced, Message, Reject, read
+from headrace.schemas.peers.socket_folder import SocketPlace
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root, write_actions
 from headrace.workers.envs.backend import EnvHostsHere, NextSeeds, PoolBackend, Replies
@@ -38,7 +39,7 @@ from headrace.workers.envs.remote.env_messages import (
 from headrace.workers.envs.remote.host_places import HostPlaces, HostWait
 from headrace.workers.envs.remote.order_frames import RemoteColumns, encode_orders, take_replies
 from headrace.workers.envs.remote.peer import EnvHostPeer
-from headrace.workers.envs.remote.router_port import RouterPort, env_port_keys
+from headrace.workers.envs.remote.router_port import RouterPort
 
 log = logging.getLogger(__name__)
 
@@ -318,30 +319,36 @@ class RemotePool(PoolBackend):
 class RemotePlacement:
     """Envs on the hosts that connect to the worker's port.
 
-    The worker in slot n listens on `env_hosts_port` + n. If that setting is 0, it listens on one free port for its
-    whole life. `kind_problem` says which envs are of the wrong kind. While the worker waits for its first host,
-    `on_wait` is called from time to time with the address of the port.
+    The worker in slot n listens on the Unix socket envs-n, or by TCP on `env_hosts_port` + n. If that setting is 0, it
+    listens on one free port for its whole life. `kind_problem` says which envs are of the wrong kind. While the worker
+    waits for its first host, `on_wait` is called from time to time with the address of the port.
     """
 
     def __init__(self, kind_problem: KindProblem, on_wait: Callable[[str], None] | None = None) -> None:
         self._kind_problem = kind_problem
         self._on_wait = on_wait
-        self._port: int | None = None
+        self._at: tuple[str, int] | SocketPlace | None = None
 
     def open(self, table: LaneTable) -> RemotePool:
         """Listen, and wait for the first host. Raises `ConfigError` for a port that is too high."""
         config = table.config
-        if self._port is None:
-            self._port = config.env_hosts_port and config.env_hosts_port + table.worker_index
-            if self._port > HIGHEST_PORT:
-                message = f"{config.env_hosts_port} plus slot {table.worker_index} is above {HIGHEST_PORT}; lower it"
-                raise ConfigError(message, key="env_hosts_port")
-        keys = env_port_keys(config.env_hosts_keys, config.env_hosts_keys_group)
-        router_port = RouterPort(
-            config.env_hosts_host, self._port, keys, allow_insecure=config.env_hosts_allow_insecure
-        )
-        self._port = urlsplit(router_port.endpoint).port or 0
+        if self._at is None:
+            self._at = _place_of(config, table.worker_index)
+        keys = port_keys(config.env_hosts_keys, ENV_HOST, config.env_hosts_keys_group)
+        router_port = RouterPort(self._at, keys, allow_insecure=config.env_hosts_allow_insecure)
+        self._at = router_port.at
         on_wait, kind_problem = self._on_wait, self._kind_problem
         pool = RemotePool(config, table.worker_index, table.making_seed, router_port, kind_problem, on_wait)
         table.totals.calls.elsewhere = pool.longest_call
         return pool
+
+
+def _place_of(config: EnvRunnerConfig, slot: int) -> tuple[str, int] | SocketPlace:
+    """Return where the worker in `slot` listens for env hosts. Raises `ConfigError` for a port that is too high."""
+    if not config.env_hosts_host:
+        return SocketPlace(config.socket_dir, f"envs-{slot}")
+    port = config.env_hosts_port and config.env_hosts_port + slot
+    if port > HIGHEST_PORT:
+        message = f"{config.env_hosts_port} plus slot {slot} is above {HIGHEST_PORT}; lower it"
+        raise ConfigError(message, key="env_hosts_port")
+    return config.env_hosts_host, port

@@ -1,4 +1,4 @@
-"""The port of a worker to which env hosts, or clients, connect: one ROUTER socket, with keys, with a token, or without.
+"""The port of a worker to which env hosts, or clients, connect: one ROUTER socket, by TCP with keys, or a Unix socket.
 
 The worker answers libzmq's question whether to admit a peer (`schemas/peers/zap.py`) when it next looks at the port. So
 a handshake takes until the next poll of the envs. A peer retries a handshake that takes too long.
@@ -6,9 +6,9 @@ a handshake takes until the next poll of the envs. A peer retries a handshake th
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,18 +16,15 @@ from functools import partial
 import zmq
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
-from headrace.schemas.credentials.keys import ENV_HOST, ENV_PORT, BrokerKeys, keys_folder, port_keys
-from headrace.schemas.credentials.loopback_token import ServerToken
-from headrace.schemas.errors import ConfigError, PortInUseError
+from headrace.schemas.credentials.keys import ENV_PORT, BrokerKeys
+from headrace.schemas.errors import socket_folder_error
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer
 from headrace.schemas.peers import sockets
-from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.peers.connection_limit import connection_limit
-from headrace.schemas.peers.port_listing import PortListing
 from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortWatch
-from headrace.schemas.peers.ports import ports_to_try
+from headrace.schemas.peers.ports import bind_to_port, check_insecure
+from headrace.schemas.peers.socket_folder import SocketPlace, endpoint_of, lock_sockets
 from headrace.schemas.peers.zap import ENDPOINT, judge
-from headrace.schemas.settings.config import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -43,61 +40,46 @@ _CLIENTS = ("clients", "serving.host", "broker.allow_insecure")
 _CONNECTIONS = 1024
 
 
-def env_port_keys(folder: str | None, group: str | None = None) -> BrokerKeys | ServerToken | None:
-    """Return the keys of the port in `folder`, for a worker of `group`, or the token of the run there.
-
-    None means HEADRACE_KEYS__DIR, or HEADRACE_KEYS__GROUP. A folder of "", or no keys there, means None.
-    """
-    found = keys_folder(folder)
-    return port_keys(found, ENV_HOST, group) if found is not None else None
-
-
 class RouterPort:
-    """One bound socket at `endpoint`, for one thread. Raises `ConfigError` and `PortInUseError`.
+    """One bound socket at `endpoint`, for one thread. Raises `ConfigError`, `PortInUseError` and `RunDirError`.
 
-    - port: 0 takes a free one.
-    - keys: a token counts on loopback only, and not with `allow_insecure`.
+    - at: the host to bind, and its port, of which 0 takes a free one; or the place of a Unix socket.
+    - keys: by TCP needed, unless `allow_insecure`.
     - domain: the ZAP domain, one for each role of peers.
     """
 
     def __init__(
         self,
-        host: str,
-        port: int,
-        keys: BrokerKeys | ServerToken | None,
+        at: tuple[str, int] | SocketPlace,
+        keys: BrokerKeys | None,
         *,
         allow_insecure: bool = False,
         domain: str = ENV_PORT,
         largest_message: int = DEFAULT_LIMITS.payload_bytes + (1 << 20),
     ) -> None:
-        self._who, self._host_key, insecure_key = _ENV_HOSTS if domain == ENV_PORT else _CLIENTS
-        is_open = allow_insecure or not is_loopback(host)
-        self._keys = None if is_open and isinstance(keys, ServerToken) else keys
-        if self._keys is None and is_loopback(host):
-            if keys is not None:
-                log.warning("serving %s of every user of this machine without a token, as configured", self._who)
-        elif self._keys is None and not allow_insecure:
-            raise ConfigError(
-                f"{host} is reachable from other machines, and there are no keys; name their folder in keys.dir "
-                f"(`headrace keys init` makes them), listen on loopback, or set {insecure_key} = true on a network you "
-                "trust",
-                key=self._host_key,
-            )
-        elif self._keys is None:
-            log.warning("serving %s on %s without encryption or authentication, as configured", self._who, host)
-        self._listing = PortListing((), "")
+        self._who, host_key, insecure_key = _ENV_HOSTS if domain == ENV_PORT else _CLIENTS
+        self._keys = keys
+        if keys is None and not isinstance(at, SocketPlace):
+            check_insecure(at[0], host_key, insecure_key, allowed=allow_insecure)
         self._warnings = CountedWarnings(log)
         self._own = sockets.OwnSockets(zmq.Context(), f"a port for {self._who}", 0.2)
         self._poller = zmq.Poller()
         try:
-            self._zap = self._open_zap() if self._keys is not None else None
-            self._socket, self.endpoint = self._bind(host, port, domain, largest_message)
+            if isinstance(at, SocketPlace):
+                lock_sockets(self._own, at.folder, at.name, [at.name])
+            self._zap = self._open_zap() if keys is not None else None
+            self._socket = self._open(at, domain, largest_message)
+            if isinstance(at, SocketPlace):
+                self._bind_in_folder(at)
+            else:
+                bind_to_port(self._socket.bind, *at, host_key)
         except BaseException:
             self._own.close(0.0)
             raise
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.at = at if isinstance(at, SocketPlace) else (at[0], int(self.endpoint.rpartition(":")[2]))
+        """Where to bind the next port in place of this one."""
         self._poller.register(self._socket, zmq.POLLIN)
-        if isinstance(self._keys, ServerToken):
-            self._listing = PortListing([self.endpoint], self._keys.word)
 
     def _open_zap(self) -> zmq.Socket[bytes]:
         zap: zmq.Socket[bytes] = self._own.open(zmq.ROUTER, {})
@@ -105,25 +87,21 @@ class RouterPort:
         self._poller.register(zap, zmq.POLLIN)
         return zap
 
-    def _bind(self, host: str, port: int, domain: str, most: int) -> tuple[zmq.Socket[bytes], str]:
+    def _open(self, at: tuple[str, int] | SocketPlace, domain: str, most: int) -> zmq.Socket[bytes]:
         keys = self._keys.options(domain) if self._keys is not None else {}
+        family = {"IPC_FILTER_UID": os.geteuid()} if isinstance(at, SocketPlace) else {"IPV6": int(":" in at[0])}
         limits = {"SNDHWM": sockets.MOST_WAITING, "MAXMSGSIZE": most}
-        options = sockets.ROUTER | limits | {"IPV6": int(":" in host)}
-        socket: zmq.Socket[bytes] = self._own.open(zmq.ROUTER, options | keys)
+        socket: zmq.Socket[bytes] = self._own.open(zmq.ROUTER, sockets.ROUTER | limits | family | keys)
         places = connection_limit(_CONNECTIONS, ports=2)
-        watch = PortWatch(self._who, self._own.monitor(socket, WATCH_EVENTS), places)
+        watch = PortWatch(self._who, self._own.monitor(socket, WATCH_EVENTS), places, by_key=bool(keys))
         self._own.before_end(partial(watch.close, socket))
-        for candidate in ports_to_try(port):
-            endpoint = f"tcp://{in_url(host)}:{candidate}"
-            try:
-                socket.bind(endpoint)
-                break
-            except zmq.ZMQError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise ConfigError(f"{host!r} cannot be bound: {error}", key=self._host_key) from error
-        else:
-            raise PortInUseError(endpoint)
-        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        return socket
+
+    def _bind_in_folder(self, at: SocketPlace) -> None:
+        try:
+            self._socket.bind(endpoint_of(at.folder, at.name))
+        except zmq.ZMQError as error:
+            raise socket_folder_error(str(at.folder), f"no socket can be made in it ({error})") from error
 
     @property
     def fds(self) -> list[int]:
@@ -155,8 +133,7 @@ class RouterPort:
                 route, empty, *request = zap.recv_multipart(sockets.DONTWAIT)
             except zmq.Again:
                 return
-            if isinstance(self._keys, BrokerKeys):
-                self._keys.known.look()
+            self._keys.known.look()
             verdict = judge(request, self._keys)
             if verdict.why:
                 text = f"refused at the port for {self._who}: {verdict.why} ({verdict.seen})"
@@ -194,7 +171,6 @@ class RouterPort:
 
     def close(self) -> None:
         """Close the socket. Messages that were sent have a moment to leave."""
-        self._listing.remove()
         self._own.close()
 
 

@@ -19,7 +19,7 @@ from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.basics.dropped import when_dropped
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_size, leaves
-from headrace.schemas.credentials.keys import CLIENT, PeerKeys, client_keys
+from headrace.schemas.credentials.keys import CLIENT, ClientKeys, client_keys
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.errors.episodes import EpisodeTimeoutError
 from headrace.schemas.errors.serving import MessageTooLargeError, UnknownSessionError
@@ -76,7 +76,7 @@ class ActingClient:
         config: EnvRunnerConfig,
         *,
         slot: int | None = None,
-        keys: PeerKeys | str | None = None,
+        keys: ClientKeys | str | None = None,
         connect_timeout_s: float = 60.0,
         **options: Any,
     ) -> Self:
@@ -92,7 +92,7 @@ class ActingClient:
         *,
         index: int = 0,
         session: str | None = None,
-        keys: PeerKeys | str | None = None,
+        keys: ClientKeys | str | None = None,
         timeout_s: float = 300.0,
         connect_timeout_s: float = 60.0,
         update_interval_s: float = 1.0,

@@ -18,7 +18,7 @@ import zmq
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import Spaces, nest
-from headrace.schemas.credentials.keys import CLIENT, PeerKeys, client_keys
+from headrace.schemas.credentials.keys import CLIENT, ClientKeys, client_keys
 from headrace.schemas.errors import HeadraceError, UnreachableError
 from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
@@ -73,7 +73,7 @@ class PolicyClient:
         where: str | Path | None = None,
         *,
         slot: int | None = None,
-        keys: PeerKeys | str | None = None,
+        keys: ClientKeys | str | None = None,
         connect_timeout_s: float = 60.0,
         **options: Any,
     ) -> Self:
@@ -91,16 +91,16 @@ class PolicyClient:
         endpoint: str | ServerPlace,
         *,
         session: str | None = None,
-        keys: PeerKeys | str | None = None,
+        keys: ClientKeys | str | None = None,
         timeout_s: float = 300.0,
         connect_timeout_s: float = 60.0,
         reopens: bool = True,
     ) -> None:
-        """Open a session at `endpoint`, "tcp://host:port".
+        """Open a session at `endpoint`, "ipc:///path" on this machine, or "tcp://host:port".
 
-        `session` is its name in the server's log; None takes a random one. `keys` is a folder with client.secret and
-        worker.public; None takes the folder of HEADRACE_KEYS__DIR. With `reopens`, the client opens a session that has
-        ended again; otherwise only `open_new_session` does.
+        `session` is its name in the server's log; None takes a random one. `keys`, for TCP, is a folder with
+        client.secret and worker.public; None takes the folder of HEADRACE_KEYS__DIR. With `reopens`, the client opens a
+        session that has ended again; otherwise only `open_new_session` does.
         """
         self.session = session or f"client-{secrets.token_hex(8)}"
         self._token = secrets.token_hex(16)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import zmq
 from numpy.typing import NDArray
 
-from headrace.schemas.credentials.keys import CLIENT, PeerKeys
+from headrace.schemas.credentials.keys import CLIENT, ClientKeys
 from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError, UnreachableError
 from headrace.schemas.errors.serving import MessageTooLargeError, ServingError, error_of
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, decode, encode
@@ -53,7 +53,7 @@ class Connection:
     It goes where `place` moves. `agreed` says that the server has accepted an earlier connection of this client.
     """
 
-    def __init__(self, own: sockets.OwnSockets, place: ServerPlace, keys: PeerKeys | None, *, agreed: bool) -> None:
+    def __init__(self, own: sockets.OwnSockets, place: ServerPlace, keys: ClientKeys | None, *, agreed: bool) -> None:
         self._own, self._place, self._keys, self._agreed = own, place, keys, agreed
         self._connect(place.follow(is_connected=True))
 
@@ -65,7 +65,9 @@ class Connection:
         try:
             self._socket.connect(endpoint)
         except (zmq.ZMQError, TypeError) as error:
-            message = f'{endpoint!r:.80} is no address of a policy server ({error}); it is "tcp://HOST:PORT"'
+            message = (
+                f'{endpoint!r:.80} is no address of a policy server ({error}); it is "tcp://HOST:PORT" or "ipc:///PATH"'
+            )
             raise ConfigError(message, key="endpoint") from error
         self._poller = zmq.Poller()
         for socket in (self._socket, self._monitor):
@@ -117,8 +119,7 @@ class Connection:
             for socket, _ in self._poller.poll(max(1, math.ceil((min(until, retry_at, now + look_s) - now) * 1000))):
                 if socket is self._monitor:
                     event = self._monitor.recv_multipart()
-                    if self._handshakes.observe(event):
-                        self._handshakes.connect_again(self._socket)
+                    self._handshakes.observe(event)
                     if read_event(event)[0] == SUCCEEDED:  # repeat a request that the old connection may have lost
                         retry_at = 0.0
                 else:

@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from headrace.schemas.credentials.keys import PeerKeys, expected_key
+from headrace.schemas.credentials.keys import ClientKeys, expected_key
 from headrace.schemas.errors import ConfigError, no_fleet_error
 from headrace.schemas.peers.fleet_address import AddressSource, await_address
 from headrace.schemas.peers.fleet_place import FleetPlace
@@ -37,7 +37,7 @@ class ServerPlace:
 
 
 def find_server(
-    where: str | Path | None, keys: PeerKeys | None, slot: int | None = None, connect_timeout_s: float = 60.0
+    where: str | Path | None, keys: ClientKeys | None, slot: int | None = None, connect_timeout_s: float = 60.0
 ) -> ServerPlace:
     """Return the place of a worker that serves clients, once one is at the rendezvous `where`.
 

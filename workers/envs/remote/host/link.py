@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from headrace.schemas.credentials.keys import ENV_HOST, PeerKeys
+from headrace.schemas.credentials.keys import ENV_HOST, ClientKeys
 from headrace.schemas.errors import KeysRefusedError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer
 from headrace.schemas.messages import Message
@@ -20,7 +20,7 @@ _LARGEST_FRAME = DEFAULT_LIMITS.payload_bytes + (1 << 20)
 class WorkerLink:
     """A DEALER socket to the worker at `endpoint`, for one thread. `is_connected` is as of the last `wait`."""
 
-    def __init__(self, endpoint: str, keys: PeerKeys | None) -> None:
+    def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
         self._handshakes = Handshakes(endpoint, ENV_HOST, keys)
         self._own = sockets.OwnSockets(zmq.Context(), f"an env host's connection to {endpoint}", 0.5)
         options = {**sockets.DEALER, "MAXMSGSIZE": _LARGEST_FRAME, **self._handshakes.options()}
@@ -50,8 +50,7 @@ class WorkerLink:
         for socket, _ in self._poller.poll(max(int(timeout_s * 1000), 1)):
             if socket is self._monitor:
                 event = self._monitor.recv_multipart()
-                if self._handshakes.observe(event):
-                    self._handshakes.connect_again(self._socket)
+                self._handshakes.observe(event)
                 kind, _ = read_event(event)
                 is_new = is_new or kind == SUCCEEDED
                 self.is_connected = kind == SUCCEEDED or (self.is_connected and kind != zmq.EVENT_DISCONNECTED)

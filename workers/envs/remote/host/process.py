@@ -15,7 +15,7 @@ from headrace.schemas.basics.printable import one_line
 from headrace.schemas.basics.process_usage import usage_with_children
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.credentials.keys import PeerKeys
+from headrace.schemas.credentials.keys import ClientKeys
 from headrace.schemas.errors import DecodeError, refusal
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.schemas.messages import Fenced, Reject, read
@@ -39,7 +39,7 @@ _SPARE_S = 5.0
 def run_env_host(
     config: EnvRunnerConfig,
     endpoint: str,
-    keys: PeerKeys | None,
+    keys: ClientKeys | None,
     on_turn: Callable[[], None] = lambda: None,
     place: FleetPlace | None = None,
     on_answer: Callable[[], None] = lambda: None,
@@ -79,7 +79,7 @@ class EnvHost:
         self,
         config: EnvRunnerConfig,
         place: FleetPlace,
-        keys: PeerKeys | None,
+        keys: ClientKeys | None,
         spaces: Spaces,
         on_answer: Callable[[], None] = lambda: None,
         elsewhere: Callable[[], str] = str,
