@@ -33,6 +33,9 @@ _BEFORE_READY = 255
 _MOST_BEFORE_READY = 1 << 16
 """Bytes that a peer may send before its handshake is done. It needs about 600."""
 _LOOK_S = 0.02
+"""Seconds between two looks at least, and between two looks at few peers. Many peers are looked at less often."""
+_REST = 9
+"""How many times as long as it takes to look, the watch waits before it looks again: a tenth of a core at most."""
 
 
 class Watched(Protocol):
@@ -128,7 +131,7 @@ class PortWatch:
 
     def _look(self) -> None:
         """End the connections whose peer has sent too much for a handshake. Forget those whose handshake is done."""
-        self._look_at = time.monotonic() + _LOOK_S
+        began = time.monotonic()
         for fd, peer in list(self._unknown.items()):
             counts = byte_counts(fd, peer)
             if counts is None or counts[0] > _BEFORE_READY:
@@ -136,6 +139,8 @@ class PortWatch:
             elif counts[1] > _MOST_BEFORE_READY:
                 del self._unknown[fd]
                 self._end(fd, peer, f"more than {_MOST_BEFORE_READY} bytes before it has shown a key")
+        ended = time.monotonic()
+        self._look_at = ended + max(_LOOK_S, _REST * (ended - began))
 
     def _end(self, fd: int, peer: tuple[str, int], why: str) -> None:
         if shut_down(fd, peer):

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import orjson
 import pytest
 
-from headrace.deploy.run.fleet_file import FleetFile, read_addresses
+from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.run.resume import EarlierRun, write_settings
 from headrace.deploy.run.run_dir import RunDir, file_name_of, new_run_dir
 from headrace.schemas.errors import ExitCode, RunDirError
@@ -214,10 +214,7 @@ def test_a_worker_of_a_stopped_run_reports_it_and_joins_each_resumed_run(tmp_pat
             wait_until(lambda: stopped in words.read_text(), "the sentence of the worker")
             summary_of(headrace(tmp_path, "up", "--resume", "run", "--workers", "0", "--until-steps", "600", "--json"))
             assert "as slot 1000" in words.read_text()
-            before = read_addresses(tmp_path / "run")[1]["worker"]
             summary_of(headrace(tmp_path, "up", "--resume", "run", "--workers", "0", "--until-steps", "600", "--json"))
-            after = read_addresses(tmp_path / "run")[1]["worker"]
-            assert f"the broker has moved from {before} to {after}" in words.read_text()
             assert words.read_text().count("as slot 1000") == 1, "the same life goes on"
         finally:
             worker.terminate()

@@ -9,18 +9,20 @@ import signal
 import socket
 import struct
 import termios
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.messages import Heartbeat, Message, Obituary, SupervisorHello, WorkerHello
-from headrace.schemas.peers.port_watch import PortWatch
+from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortWatch
 from support.pipeline.delivery import (
     FLEET,
     Envs,
@@ -204,3 +206,25 @@ def test_a_watch_that_ends_by_an_unexpected_error_says_so(caplog: pytest.LogCapt
 
     PortWatch("worker", Broken(), 1).close(Broken())
     assert "the watch of the worker port has ended: nothing bounds its connections" in caplog.text
+
+
+def test_a_watch_of_many_silent_peers_rests_nine_times_as_long_as_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[tuple[float, float]] = []
+
+    def slow_counts(fd: int, peer: tuple[str, int]) -> tuple[int, int]:
+        began = time.monotonic()
+        time.sleep(0.1)
+        looks.append((began, time.monotonic()))
+        return 0, 0
+
+    monkeypatch.setattr("headrace.schemas.peers.port_watch.peer_of", lambda fd: ("127.0.0.1", 1))
+    monkeypatch.setattr("headrace.schemas.peers.port_watch.byte_counts", slow_counts)
+    context = zmq.Context()
+    with context.socket(zmq.ROUTER) as port, socket.socket() as client:
+        monitor = port.get_monitor_socket(WATCH_EVENTS)
+        watch = PortWatch("worker", monitor, 10, by_key=True)
+        client.connect(("127.0.0.1", port.bind_to_random_port("tcp://127.0.0.1")))
+        wait_until(lambda: len(looks) >= 2, "two looks at the silent peer")
+        watch.close(port)
+    context.term()
+    assert looks[1][0] - looks[0][1] >= 0.85, looks

@@ -37,4 +37,4 @@ def serving(folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
 def served_at(folder: Path) -> str:
     """Return the Unix socket of the process that serves from `folder`, once it has said it."""
     log = folder / "log"
-    return wait_until(lambda: re.search(r"ipc:///[^ ]+", log.read_text()), "the address of the server")[0]
+    return wait_until(lambda: re.search(r"ipc:///\S+", log.read_text()), "the address of the server")[0]
