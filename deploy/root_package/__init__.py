@@ -13,6 +13,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from headrace.deploy import TrainedPolicy as TrainedPolicy
     from headrace.deploy import load_policy as load_policy
+    from headrace.deploy.annexes.programs import RunningFleet as RunningFleet
+    from headrace.deploy.annexes.programs import fleet as fleet
     from headrace.learner_stub import ConnectorMerger as ConnectorMerger
     from headrace.learner_stub import EpisodeStream as EpisodeStream
     from headrace.learner_stub import LearnerState as LearnerState
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "deploy": "TrainedPolicy load_policy",
+    "deploy.annexes.programs": "RunningFleet fleet",
     "learner_stub": "ConnectorMerger EpisodeStream LearnerState LoadedState Returns WeightPublisher episodes_of gae"
     " save_policy to_torch vtrace with_own_logp",
     "schemas.errors": "HeadraceError",

@@ -1,0 +1,127 @@
+"""`headrace.fleet`: a fleet that a program starts, reads and stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import gymnasium as gym
+import pytest
+
+from headrace.deploy.annexes.programs import fleet
+from headrace.deploy.process.fleet_errors import FleetError
+from headrace.schemas.errors import ConfigError, ExitCode
+from support.waiting import wait_until
+
+PROGRAM = """
+    import gymnasium as gym
+    import torch
+
+    import headrace
+
+    class Cart(gym.Wrapper):
+        def __init__(self, context=None):
+            super().__init__(gym.make("CartPole-v1"))
+
+    def small(spaces):
+        return headrace.actor_critic(spaces, hidden=[8])
+"""
+TRAINING = """
+    if __name__ == "__main__":
+        with headrace.fleet(Cart, workers=2, num_envs=2, seed=0, module=small) as run:
+            stream, weights = run.stream(), run.weights()
+            module = small(stream.spaces())
+            weights.publish(module.state_dict())
+            for number, batch in zip(range(10), stream):
+                weights.publish(module.state_dict())
+        print(run.summary["balanced"], run.summary["env_steps"] > 0, run.summary["weights_seq"], run.path)
+"""
+
+
+def run_program(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:
+    """Run a program from another folder than its own, as users do."""
+    (folder / "programs").mkdir()
+    file = folder / "programs" / "train_cart.py"
+    file.write_text("".join(textwrap.dedent(part) for part in parts))
+    return subprocess.run([sys.executable, file], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_program_of_one_file_trains_its_own_env_and_module(tmp_path: Path) -> None:
+    done = run_program(tmp_path, PROGRAM, TRAINING)
+    balanced, stepped, seq, path = done.stdout.split()
+    assert (balanced, stepped) == ("True", "True"), done.stderr
+    assert int(seq) >= 10
+    assert Path(path).parent == Path("runs")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_program_that_starts_its_fleet_while_workers_import_it_is_told_what_to_do(tmp_path: Path) -> None:
+    done = run_program(tmp_path, PROGRAM, "headrace.fleet(Cart)\n")
+    assert 'below `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+
+
+def test_a_stream_ends_at_once_with_its_fleet(tmp_path: Path) -> None:
+    with fleet("CartPole-v1", run_dir=tmp_path / "run", settings={"fleet.until_steps": 500}) as run:
+        stream, weights = run.stream(), run.weights()
+        weights.publish(policy(stream.spaces()))
+        steps = sum(len(chunk) for batch in stream for chunk in batch)
+        assert not run.is_running
+        assert stream.ended == f"the fleet in {tmp_path / 'run'} has ended"
+        with pytest.raises(FleetError, match="has ended; start a new one"):
+            run.stream()
+    assert steps >= 500
+    assert run.summary["goal_reached"] is True
+
+
+def policy(spaces: object) -> dict[str, object]:
+    from headrace import actor_critic
+
+    return actor_critic(spaces).state_dict()
+
+
+def test_a_fleet_that_does_not_start_raises_what_up_says(tmp_path: Path) -> None:
+    with pytest.raises(FleetError, match=r"environment 'NoSuchEnv-v1' cannot be found") as told:
+        fleet("NoSuchEnv-v1", run_dir=tmp_path / "run")
+    assert told.value.exit_code == ExitCode.ENV
+    with pytest.raises(FleetError, match=r"sampling.num_env: unknown key; did you mean sampling.num_envs"):
+        fleet("CartPole-v1", run_dir=tmp_path / "run", settings={"sampling.num_env": 8})
+
+
+def test_a_fleet_whose_supervisor_is_killed_ends_the_stream_and_says_why(tmp_path: Path) -> None:
+    def train() -> None:
+        with fleet("CartPole-v1", run_dir=tmp_path / "run") as run:
+            stream, weights = run.stream(), run.weights()
+            weights.publish(policy(stream.spaces()))
+            for number, _ in enumerate(stream):
+                if number == 0:
+                    os.kill(run._up.pid, signal.SIGKILL)
+
+    with pytest.raises(FleetError, match=r"was killed by SIGKILL"):
+        train()
+
+
+def test_a_killed_program_takes_its_fleet_along(tmp_path: Path) -> None:
+    script = "import headrace; run = headrace.fleet('CartPole-v1', run_dir='run'); print(run._up.pid); input()"
+    command = [sys.executable, "-u", "-c", script]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        pid = int(program.stdout.readline())
+        program.kill()
+        wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the supervisor")
+
+
+@pytest.mark.parametrize("env", [lambda context: None, gym.Env()])
+def test_an_env_that_workers_cannot_import_is_refused(env: object) -> None:
+    with pytest.raises(ConfigError, match="only a function or class at the top of a module"):
+        fleet(env)
+
+
+def test_an_env_of_a_notebook_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    script = "import headrace\nclass Cart: ...\nheadrace.fleet(Cart)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "in a notebook, `%%writefile my_code.py` saves a cell as a module" in done.stderr
