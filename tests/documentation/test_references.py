@@ -113,7 +113,7 @@ def test_every_event_of_callbacks_is_listed() -> None:
 
 
 def test_every_column_of_a_runs_rows_is_explained() -> None:
-    page = read("guides/what-a-run-leaves.md")
+    page = read("guides/curves.md")
     assert [column for column in COLUMNS if f"`{column}`" not in page] == []
 
 
