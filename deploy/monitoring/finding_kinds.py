@@ -1,6 +1,6 @@
 """The table of what may be wrong with a fleet. Every finding is made from it.
 
-docs/guides/when-something-dies.md says what each kind means, and what to do. A test compares the two tables.
+docs/guides/why.md says what each kind means, and what to do. A test compares the two tables.
 """
 
 from __future__ import annotations

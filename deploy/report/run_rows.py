@@ -1,6 +1,6 @@
 """The rows of a run: their columns, and the sources of the values.
 
-The page docs/guides/what-a-run-leaves.md explains each column. Rows about the fleet come from a snapshot of Redis, rows
+The page docs/guides/curves.md explains each column. Rows about the fleet come from a snapshot of Redis, rows
 of the learner from its stream there. The page, `headrace report` and all loggers show these same rows.
 """
 

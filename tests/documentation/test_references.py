@@ -68,10 +68,13 @@ def test_the_table_of_exit_codes_has_every_code() -> None:
     assert "`FencedError`" in table
 
 
+def test_the_page_of_exit_codes_says_what_each_code_means() -> None:
+    told = re.findall(r"^\| (\d+) \| `(\w+)` \| .+ \|$", read("guides/exit-codes.md"), re.M)
+    assert told == [(str(int(code)), code.name) for code in ExitCode]
+
+
 def test_the_page_of_findings_has_each_kind_with_its_severity_time_and_limit() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)` \((\w+)\) \| (.+) \| (.+) \|(.*)\| (.+) \|$", read("guides/when-something-dies.md"), re.M
-    )
+    rows = re.findall(r"^\| `(\w+)` \((\w+)\) \| (.+) \| (.+) \|(.*)\| (.+) \|$", read("guides/why.md"), re.M)
     told = [(name, severity, after, limit.strip(" `")) for name, severity, _, after, limit, _ in rows]
     after = {kind.name: f"{kind.after_s:g} s" if kind.after_s else "at once" for kind in KINDS}
     assert told == [(kind.name, kind.severity, after[kind.name], kind.limit) for kind in KINDS]
@@ -96,7 +99,7 @@ def test_the_generated_parts_of_the_pages_are_what_the_code_says() -> None:
 
 
 def test_every_reason_of_the_ledger_is_explained() -> None:
-    page = read("guides/when-something-dies.md")
+    page = read("guides/what-is-lost.md")
     reasons = {reason.value for reason in (*Discard, *Drop)} - {Drop.OTHER.value}
     assert [reason for reason in reasons if f"| `{reason}` |" not in page] == []
 
@@ -110,7 +113,7 @@ def test_every_event_of_callbacks_is_listed() -> None:
 
 
 def test_every_column_of_a_runs_rows_is_explained() -> None:
-    page = read("guides/what-a-run-leaves.md")
+    page = read("guides/curves.md")
     assert [column for column in COLUMNS if f"`{column}`" not in page] == []
 
 
