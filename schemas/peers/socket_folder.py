@@ -17,6 +17,7 @@ import stat
 import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -122,7 +123,8 @@ def lock_sockets(own: OwnSockets, folder: Path, server: str, names: Iterable[str
 
 def _release(lock: int, paths: Sequence[Path]) -> None:
     for path in paths:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # the disk is read-only: the next server replaces the socket
+            path.unlink()
     os.close(lock)
 
 

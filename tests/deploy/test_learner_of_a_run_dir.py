@@ -37,7 +37,7 @@ print("the loop has ended", flush=True)
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_learner_waits_for_its_fleet_finds_its_new_ports_and_ends_with_it(tmp_path: Path) -> None:
+def test_a_learner_waits_for_its_fleet_goes_on_with_the_next_one_and_ends_with_it(tmp_path: Path) -> None:
     run_dir, heard = tmp_path / "run", tmp_path / "heard"
     settings = ("--env", "CartPole-v1", "--workers", "1", "--num-envs", "2", "--set", "learner.enabled=false")
     with ExitStack() as stack:
@@ -45,7 +45,6 @@ def test_a_learner_waits_for_its_fleet_finds_its_new_ports_and_ends_with_it(tmp_
         lines = stack.enter_context(heard.open("wb"))
         learner = subprocess.Popen([sys.executable, "-c", LEARNER, str(run_dir)], stdout=lines, stderr=words)
         stack.callback(learner.kill)
-        seen: list[str] = []
         for _ in range(2):
             with RunningFleet(run_dir, *settings) as fleet:
                 fleet.wait_until(lambda: fleet.pid("worker"), "a worker")
@@ -56,12 +55,9 @@ def test_a_learner_waits_for_its_fleet_finds_its_new_ports_and_ends_with_it(tmp_
                     return any(line.startswith(at) for line in heard.read_text().splitlines())
 
                 fleet.wait_until(has_batches, "batches at the learner")
-                seen.append(fleet.endpoint("learner"))
-        assert len(set(seen)) == 2, "ports changed"
         assert learner.wait(100) == 0, (tmp_path / "words").read_text()
     assert heard.read_text().splitlines()[-1] == "the loop has ended"
     said = (tmp_path / "words").read_text()
-    assert f"the broker has moved from {seen[0]} to {seen[1]}" in said
     start = f"start it with `headrace up --resume {run_dir}`"
     assert f"the stream ends: run directory {run_dir} cannot be used: its run has stopped; {start}" in said
     assert said.count("the stream ends: ") == 1
