@@ -1,4 +1,4 @@
-"""CartPole-v1 and Pendulum-v1 learned through each adapter, by the blocks of docs/guides/adapters.md.
+"""CartPole-v1 and Pendulum-v1 learned through each adapter, by blocks of docs/guides/adapters.md and env-loops.md.
 
 PYTHONPATH=tests python -m bench.adapters [ARM ...] [--seeds 1 2 3] [--rows FILE] [--table]
 
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from documentation.blocks import Page
-from documentation.test_adapters import PAGE, changed_program, env_process_of
+from documentation.test_adapters import LEARNERS, LOOPS, changed_program, env_process_of
 
 from bench import adapter_collectors, adapter_learners, time_to_return
 from bench.adapter_learners import Watch
@@ -119,14 +119,15 @@ def on_a_fleet(
 
 
 def run_block(start: str, changes: Mapping[str, str], names: Mapping[str, Any], run_dir: Path | None = None) -> None:
-    """Run the only block of the page that has a line which begins with `start`, with these names given.
+    """Run the only block of its page that has a line which begins with `start`, with these names given.
 
-    `run_dir` takes the place of the page's own one.
+    `run_dir` takes the place of the run directory of the page about learners; without it, the page is that about loops.
     """
-    code = changed(Page(PAGE).block_with(start), changes)
+    page = LEARNERS if run_dir else LOOPS
+    code = changed(Page(page).block_with(start), changes)
     if run_dir is not None:
         code = re.sub(r'"runs/\w+"', repr(str(run_dir)), code)
-    exec(compile(code, str(PAGE), "exec"), dict(names))  # noqa: S102 - the page is our own
+    exec(compile(code, str(page), "exec"), dict(names))  # noqa: S102 - the page is our own
 
 
 def torch_dataset(settings: adapter_learners.Settings, run_dir: Path, seed: int, watch: Watch) -> None:

@@ -2,8 +2,8 @@
 
 python -m bench.own_ppo [--env Pendulum-v1] [--seeds 3] [--steps 100000] [--arms fleet bare] [--json FILE], in tests/
 
-The program is the block of `docs/guides/learner.md`; for Pendulum-v1 some constants are those of the recipe. All arms
-have 16 envs. Each is measured at the same number of steps that were trained on:
+The program is the block of `docs/guides/learner-programs.md`; for Pendulum-v1 some constants are those of the recipe.
+All arms have 16 envs. Each is measured at the same number of steps that were trained on:
 
 - fleet: two workers, and the ratio to the weights that acted.
 - own: the same, with the ratio to the learner's weights before the update.
@@ -40,7 +40,7 @@ from headrace.schemas.chunks.episodes import Episodes
 from headrace.workers.envs.spaces import spaces_of
 from headrace.workers.modules import actor_critic
 
-GUIDE = Path(__file__).parents[2] / "docs/guides/learner.md"
+GUIDE = Path(__file__).parents[2] / "docs/guides/learner-programs.md"
 ENVS = 16
 CONSTANTS: dict[str, dict[str, float]] = {
     "CartPole-v1": {},

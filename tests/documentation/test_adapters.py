@@ -1,4 +1,4 @@
-"""The blocks of the page about other libraries that need more than a run: another library, or a program to change."""
+"""The blocks of the pages about other libraries that need more than a run: another library, or a program to change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from headrace.deploy.run.key_pairs import make_keys
 from headrace.workers import EnvRunnerConfig, GymVectorEnv
 from support.ports import free_port
 
-PAGE = Path(__file__).parents[2] / "docs/guides/adapters.md"
+GUIDES = Path(__file__).parents[2] / "docs/guides"
+LEARNERS, LOOPS = GUIDES / "adapters.md", GUIDES / "env-loops.md"
 
 
 @pytest.mark.slow
@@ -40,7 +41,8 @@ def test_a_block_of_another_library_trains_from_a_fleet(tmp_path: Path, needs: s
     library = {"torchrl": "headrace[torchrl]"}.get(needs, "ray[rllib]")
     pytest.importorskip(needs, reason=f"not installed; pip install '{library}'", exc_type=ImportError)
     fleet, plain, its = (
-        next(block for block in blocks_of(PAGE) if part in block.text) for part in ("headrace up", "DataLoader(", text)
+        next(block for block in blocks_of(LEARNERS) if part in block.text)
+        for part in ("headrace up", "DataLoader(", text)
     )
     with Story(tmp_path, []) as story:
         for block in (fleet, plain, replace(its, marks={"given": given})):  # the second one publishes weights
@@ -53,7 +55,7 @@ def test_the_env_hosts_of_the_page_serve_its_loop(tmp_path: Path, monkeypatch: p
     make_keys(tmp_path / "keys")
     monkeypatch.chdir(tmp_path)
     loop, hosts = (
-        next(block for block in blocks_of(PAGE) if part in block.text)
+        next(block for block in blocks_of(LOOPS) if part in block.text)
         for part in ('env_placement="remote"', "headrace env-host --connect")
     )
     names = {"EnvRunnerConfig": EnvRunnerConfig, "GymVectorEnv": GymVectorEnv}
@@ -93,7 +95,7 @@ def applied(diff: str, text: str) -> str:
 @contextmanager
 def changed_program(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """The program in CleanRL's form with the page's diff, as a process that tells each episode's return."""
-    (diff,) = (block.text for block in blocks_of(PAGE) if block.language == "diff")
+    (diff,) = (block.text for block in blocks_of(LOOPS) if block.language == "diff")
     assert len(re.findall(r"^[-+]", diff, re.MULTILINE)) <= MOST_CHANGED_LINES
     program = folder / "ppo.py"
     program.write_text(applied(diff, CLEANRL_FORM.read_text()))
@@ -143,5 +145,5 @@ def test_cleanrls_form_learns_cartpole_though_a_process_of_envs_is_killed(tmp_pa
 def test_the_loops_that_step_their_envs_run_as_the_page_shows(tmp_path: Path) -> None:
     with Story(tmp_path, []) as story:
         for start in ("envs = GymVectorEnv(EnvRunnerConfig(", "with_returns = VecMonitor("):
-            [block] = [block for block in blocks_of(PAGE) if f"\n{start}" in block.text and block.is_run]
+            [block] = [block for block in blocks_of(LOOPS) if f"\n{start}" in block.text and block.is_run]
             story.run(block)
