@@ -81,11 +81,10 @@ golden: $(READY) ## add to tests/golden/ what a new kind of message or space, or
 	$(BIN)/python tests/golden/golden_samples.py
 	$(BIN)/python tests/golden/golden_chunks.py
 
-wheel: $(READY) ## build dist/*.whl from a clean build folder
-	@rm -rf build dist
-	@$(BIN)/python -m build --wheel --no-isolation > /dev/null
-	@rm -rf build
-	@ls dist/*.whl
+wheel: $(READY) ## build dist/*.whl and dist/*.tar.gz; a commit has the same bytes each time
+	@rm -rf dist
+	@.ci/dist $(BIN)/python dist
+	@ls dist/*
 
 clean: ## remove what was built and measured, not .venv
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench-results runs docs/_build

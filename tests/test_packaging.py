@@ -1,7 +1,8 @@
-"""A wheel installs exactly the modules and data files of the repository."""
+"""A wheel installs exactly the modules and data files of the repository, and the same commit gives the same bytes."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -26,32 +27,36 @@ def project(root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def source(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources, so that no build folder is left here or found from before."""
+    """A repository of a copy of the sources, so that nothing is left here, or found from before."""
     source = tmp_path_factory.mktemp("source")
     for name in FOLDERS:
         shutil.copytree(root / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(root / ".types" / "headrace", source / ".types" / "headrace", symlinks=True)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(root / name, source)
+    (source / ".ci").mkdir()
+    metadata = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "THIRD_PARTY.md", "CHANGELOG.md")
+    for name in (*metadata, ".gitignore", ".ci/dist"):
+        shutil.copy(root / name, source / name)
+    author = ("-c", "user.name=nobody", "-c", "user.email=")
+    for command in (("init", "--quiet"), ("add", "."), (*author, "commit", "--quiet", "--message=all")):
+        subprocess.run(["git", *command], cwd=source, check=True)
     return source
 
 
+def _build(source: Path, out: Path) -> dict[str, bytes]:
+    """Build the source archive and the wheel, and return their contents by name."""
+    subprocess.run([source / ".ci" / "dist", sys.executable, out], check=True)
+    return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
+
+
 @pytest.fixture(scope="module")
-def wheel(source: Path) -> Path:
-    """A wheel built from a copy of the sources."""
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        str(source / "dist"),
-        str(source),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    [built] = (source / "dist").glob("*.whl")
-    return built
+def built(source: Path) -> dict[str, bytes]:
+    return _build(source, source / "dist")
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, built: dict[str, bytes]) -> Path:
+    [name] = [name for name in built if name.endswith(".whl")]
+    return source / "dist" / name
 
 
 def test_each_folder_with_an_init_is_listed_as_a_package(root: Path, project: dict[str, Any]) -> None:
@@ -102,7 +107,45 @@ def test_the_wheel_holds_every_module_and_data_file(root: Path, wheel: Path, pro
         [metadata] = [archive.read(n).decode() for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
     assert held == wanted
     assert f"Version: {project['project']['version']}" in metadata
-    assert "License-Expression: Apache-2.0" in metadata
+    assert "License-Expression: Apache-2.0 AND MIT\n" in metadata
+
+
+def test_another_clone_of_the_commit_gives_the_same_bytes(
+    source: Path, built: dict[str, bytes], tmp_path: Path
+) -> None:
+    """As another user made it, with another umask, and at another time."""
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", source, clone], check=True, umask=0o077)
+    assert _build(clone, tmp_path / "dist") == built
+
+
+def test_third_party_files_of_the_wheel_are_listed_with_their_digests_and_licences(root: Path, wheel: Path) -> None:
+    table = (root / "THIRD_PARTY.md").read_text()
+    listed = dict(re.findall(r"^\| `(\S+)` \| `(\w{64})` \|", table, re.MULTILINE))
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    package = {name.removeprefix("headrace/"): content for name, content in files.items() if "dist-info" not in name}
+    found = {name for name, content in package.items() if _is_of_others(name, content)}
+    assert found == set(listed)
+    assert {name: hashlib.sha256(package[name]).hexdigest() for name in listed} == listed
+    for licence in {"THIRD_PARTY.md", *re.findall(r"`(\S+\.LICENSE)`", table)}:
+        assert [name for name in files if name.endswith(f".dist-info/licenses/{licence}")], licence
+    version = re.search(rb"uPlot \(v(\S+)\)", package["deploy/annexes/watch/page/assets/uPlot.iife.min.js"])
+    assert version
+    assert f" {version[1].decode()}, " in table
+
+
+def _is_of_others(name: str, content: bytes) -> bool:
+    """Return whether the file is a font, minified or compiled, or has a notice of copyright. Our own have none."""
+    if name.endswith(".LICENSE"):
+        return False
+    marks = rb"copyright|\(c\) *(19|20)\d\d|/\*!|@licen[sc]e|SPDX-|licen[sc]ed under|MIT licen[sc]e|BSD licen[sc]e"
+    kind = re.search(r"\.min\.|\.(woff2?|ttf|otf|eot|wasm|so|pyd|png|jpe?g|gif|ico)$", name)
+    return kind is not None or re.search(marks, content, re.IGNORECASE) is not None
+
+
+def test_the_citation_names_the_version(root: Path, project: dict[str, Any]) -> None:
+    assert f"\nversion: {project['project']['version']}\n" in (root / "CITATION.cff").read_text()
 
 
 def _fresh_environment(folder: Path, package: Path, *how: str) -> tuple[Path, Path]:
