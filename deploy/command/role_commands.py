@@ -30,7 +30,7 @@ def check_start(config: Path | None) -> None:
     "headrace worker --endpoint tcp://BROKER:5701 --fleet-id demo --env CartPole-v1 --set keys.dir=keys",
     "headrace worker --rendezvous /shared/runs/a/rendezvous.json --set keys.dir=keys",
     "headrace worker --rendezvous /shared/runs/a/rendezvous.json --count 16 --scratch-dir /tmp/headrace",
-    "headrace worker --rendezvous dns://broker --config fleet.toml --set keys.dir=keys   # which has broker.port",
+    "headrace worker --rendezvous dns://broker --set broker.host=0.0.0.0 --set broker.port=5700 --set keys.dir=keys",
     options="env num_envs seed endpoint rendezvous fleet_id slot incarnation count scratch_dir run_dir config sets"
     " allow",
 )

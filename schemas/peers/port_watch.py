@@ -33,9 +33,8 @@ _BEFORE_READY = 255
 _MOST_BEFORE_READY = 1 << 16
 """Bytes that a peer may send before its handshake is done. It needs about 600."""
 _LOOK_S = 0.02
-"""Seconds between two looks at least, and between two looks at few peers. Many peers are looked at less often."""
-_REST = 9
-"""How many times as long as it takes to look, the watch waits before it looks again: a tenth of a core at most."""
+"""Seconds between two looks at few peers. The watch rests as long as it looks, so many peers cost half a core at most.
+"""
 
 
 class Watched(Protocol):
@@ -140,7 +139,7 @@ class PortWatch:
                 del self._unknown[fd]
                 self._end(fd, peer, f"more than {_MOST_BEFORE_READY} bytes before it has shown a key")
         ended = time.monotonic()
-        self._look_at = ended + max(_LOOK_S, _REST * (ended - began))
+        self._look_at = ended + max(_LOOK_S, ended - began)
 
     def _end(self, fd: int, peer: tuple[str, int], why: str) -> None:
         if shut_down(fd, peer):

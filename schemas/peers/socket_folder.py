@@ -47,13 +47,16 @@ def make_socket_folder(run_dir: Path) -> Path:
     """Return the folder for the sockets of the run in `run_dir`. Make it if there is none.
 
     Peers find the next server at the same endpoints, so the folder of an earlier one is used again. Raises
-    `RunDirError` for a folder that others can use, and for one that cannot be made.
+    `RunDirError` for a folder of another user, and for one that cannot be made.
     """
     folder = run_dir.absolute() / "ipc"
     try:
         if not _is_unfit(folder / _LONGEST_NAME):
             if not os.path.lexists(folder):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            about = folder.lstat()
+            if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid():
+                folder.chmod(0o700)  # a copy of a run may have another mode
         else:
             folder = _linked(folder)
         _check_folder(folder)

@@ -208,12 +208,12 @@ def test_a_watch_that_ends_by_an_unexpected_error_says_so(caplog: pytest.LogCapt
     assert "the watch of the worker port has ended: nothing bounds its connections" in caplog.text
 
 
-def test_a_watch_of_many_silent_peers_rests_nine_times_as_long_as_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_of_many_silent_peers_rests_as_long_as_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[tuple[float, float]] = []
 
     def slow_counts(fd: int, peer: tuple[str, int]) -> tuple[int, int]:
         began = time.monotonic()
-        time.sleep(0.1)
+        time.sleep(0.5)
         looks.append((began, time.monotonic()))
         return 0, 0
 
@@ -227,4 +227,4 @@ def test_a_watch_of_many_silent_peers_rests_nine_times_as_long_as_it_looks(monke
         wait_until(lambda: len(looks) >= 2, "two looks at the silent peer")
         watch.close(port)
     context.term()
-    assert looks[1][0] - looks[0][1] >= 0.85, looks
+    assert looks[1][0] - looks[0][1] >= 0.4, looks
