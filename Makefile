@@ -77,8 +77,9 @@ bench-quick: $(READY) ## one round of short turns (about three minutes): shows t
 compare: $(READY) ## measure beside other libraries, in environments of their own; long; some: PEERS="sb3 gymnasium"
 	$(BIN)/python tests/bench/compare.py $(PEERS)
 
-golden: $(READY) ## add to tests/golden/ what a new kind of message or space, or a new case of sampling needs
+golden: $(READY) ## add to tests/golden/ what a new kind of message or space, a new case of sampling, or a release needs
 	$(BIN)/python tests/golden/golden_samples.py
+	$(BIN)/python tests/golden/golden_fleets.py
 	$(BIN)/python tests/golden/golden_chunks.py
 
 wheel: $(READY) ## build dist/*.whl and dist/*.tar.gz; a commit has the same bytes each time

@@ -18,6 +18,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx_copybutton",
     "exchange_lexer",
+    "llms_txt",
     "plain_docstrings",
 ]
 exclude_patterns = ["_build"]

@@ -58,3 +58,10 @@ def test_a_misspelt_name_is_told_the_nearest() -> None:
     assert "Did you mean: 'EpisodeStream'?" in told.stderr
     with pytest.raises(ImportError, match="EpisodeStrem"):
         exec("from headrace import EpisodeStrem")  # noqa: S102
+
+
+def test_the_versions_page_has_one_label_for_each_name() -> None:
+    page = (ROOT / "docs/reference/versions.md").read_text()
+    rows = re.findall(r"^\| (?:stable|beta|alpha) \| (`.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 3
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == headrace.__all__

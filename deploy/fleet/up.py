@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import platform
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ from headrace.deploy.run.run_dir import RunDir, new_run_dir
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.log_rotation import LogRotation
 from headrace.deploy.terminal.logs import Identity, set_up_logging
-from headrace.schemas.errors import ExitCode, HeadraceError, RunDirError
+from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, RunDirError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.redis_url import without_password
 
@@ -79,6 +80,8 @@ def up(
     Raises only errors of the settings, the run directory and keys (`ConfigError`, `RunDirError`, `KeysError`); later
     errors are in the summary.
     """
+    if platform.system() != "Linux":
+        raise ConfigError(f"a fleet needs Linux, and this is {platform.system()}; on Windows use WSL 2")
     check_one_broker(config, "headrace up")
     path = Path(config.fleet.run_dir) if config.fleet.run_dir else new_run_dir(config.sampling.env)
     with RunDir(path) as run_dir, StopSignals() as signals, early_or_new(child_environment(1)) as fork_server:

@@ -51,6 +51,8 @@ def test_every_page_is_built_whole_and_loads_nothing_from_elsewhere(site: Path) 
         "GET": "protocol.html",
     }.items():
         assert generated in (site / "reference" / page).read_text()
+    listed = re.findall(r"\]\((.*)\)", (site / "llms.txt").read_text())
+    assert {page.with_suffix(".html").as_posix() for page in pages} - set(listed) == {"index.html"}
     for built in site.rglob("*.html"):
         loaded = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:)?//', built.read_text())
         assert loaded == [], built
