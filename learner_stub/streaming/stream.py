@@ -73,9 +73,8 @@ class EpisodeStream:
     - run_dir: the fleet's run directory, where the stream finds the broker after a restart of `headrace up`; see `of`.
     - rendezvous: the file or URL where the fleet's broker publishes its addresses, in place of `run_dir`. With several
       brokers: a list. An endpoint that is not known yet is "".
-    - keys: a folder with learner.secret and broker.public, or the run directory of a fleet on this machine, which has
-      its token. None: the folder in the environment's HEADRACE_KEYS__DIR, or no keys. "" is no keys. Without keys, the
-      stream finds the token of a fleet on this machine by itself, if the same user has started it.
+    - keys: a folder with learner.secret and broker.public. None: the folder in the environment's HEADRACE_KEYS__DIR, or
+      no keys. "" is no keys. A fleet at a Unix socket needs none.
 
     Once open it has further attributes:
 
