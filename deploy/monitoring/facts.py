@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections import deque
@@ -63,7 +64,7 @@ class Facts:
 
     - snapshot: the state in Redis, as last read; `redis_age_s` is how long ago that was.
     - processes: by name; empty if neither Redis nor a run directory lists them.
-    - redis_error: why Redis could not be read; "" if it was.
+    - redis_error: why Redis could not be read; "" if it was. `redis_back_s` is how long ago it answered again.
     - config, endpoints, run_dir: None or empty where the run directory is not on this machine.
     """
 
@@ -72,6 +73,7 @@ class Facts:
     processes: Mapping[str, ProcessState] = field(default_factory=dict)
     redis_error: str = ""
     redis_age_s: float = 0.0
+    redis_back_s: float = math.inf
     config: FleetConfig | None = None
     endpoints: Mapping[str, str] = field(default_factory=dict)
     run_dir: Path | None = None
@@ -114,6 +116,7 @@ class FactsReader:
         self._recent: Sequence[Entry] = ()
         self._learner_row: LearnerRowView | None = None
         self._read_at = time.monotonic()
+        self._back_at = -math.inf
         self._read_last = False
 
     def read(self) -> Facts:
@@ -134,6 +137,7 @@ class FactsReader:
             processes=processes,
             redis_error=error,
             redis_age_s=time.monotonic() - self._read_at if error else 0.0,
+            redis_back_s=max(0.0, time.monotonic() - self._back_at),
             config=read_config(self._run_dir) if self._run_dir is not None else None,
             endpoints=fleet.endpoints if fleet is not None else {},
             run_dir=self._run_dir,
@@ -181,8 +185,10 @@ class FactsReader:
             raise
         except RedisUnavailableError as error:
             self._read_last_books(fleet)
+            self._back_at = math.inf
             return error.reason
         self._read_at = time.monotonic()
+        self._back_at = min(self._back_at, self._read_at)
         return ""
 
     def _read_last_books(self, fleet: FleetFile | None) -> None:

@@ -164,7 +164,8 @@ def _no_reports(facts: Facts) -> Observation:
     """Return the observation that no broker reports: its last report has expired in Redis."""
     for_s = max(0.0, facts.unix_s - (facts.snapshot.reported_unix_s or 0.0))
     sentence = f"waiting for the broker, which has reported nothing to Redis for {for_s:.0f} s"
-    return observe(facts, "broker_silent", "broker", sentence, for_s)
+    # A broker reports a moment after a Redis that was away answers again.
+    return observe(facts, "broker_silent", "broker", sentence, min(for_s, facts.redis_back_s))
 
 
 def _of_disk(facts: Facts) -> Iterator[Observation]:

@@ -490,6 +490,14 @@ FINE = {
         told(workers={0: WORKER}, rows={(1, LEFT.incarnation): LEFT}),
         "Learning. Nothing lost.",
     ),
+    "has a Redis that has just come back, and its broker has not reported since": (
+        replace(
+            told(),
+            snapshot=replace(told().snapshot, gauges={}, workers={}, reported_unix_s=NOW - 40),
+            redis_back_s=3.0,
+        ),
+        "Starting: waiting for the broker, which has reported nothing to Redis for 40 s",
+    ),
     "drains": (
         having("supervisor", having("worker-0", state="draining", silent_s=9.0), state="draining"),
         "Draining. ",
