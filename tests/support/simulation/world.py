@@ -30,6 +30,7 @@ from headrace.schemas.messages import (
     LearnerFigures,
     Message,
     Obituary,
+    SourceGap,
     SourcePosition,
     SupervisorHello,
     WorkerHello,
@@ -419,7 +420,10 @@ class World:
         self.versions: dict[tuple[int, ...], tuple[int, int]] = {}
         """Weights of each batch that was cut: (slot, incarnation, seq) -> version."""
         self.given: set[tuple[int, ...]] = set()
-        """Batches that a learner was given at least once: (slot, incarnation, seq)."""
+        """(slot, incarnation, seq) of each batch that a learner has got, or of whose gap it was told.
+
+        A learner that outlives its broker reports both alike. So the next broker may not drop the batch.
+        """
         self.peers = 0
         self.learners = 0
         self.checkpoint: tuple[list[SourcePosition], list[tuple[int, ...]], list[tuple[int, int]]] = ([], [], [])
@@ -694,6 +698,8 @@ class World:
         for send in self.broker.take_outbox(self.now):
             if isinstance(send.content, list):
                 self._note_given(send.content[0])  # type: ignore[arg-type]
+            elif isinstance(send.content, SourceGap):
+                self._note_in_hand(send.content.slot, send.content.incarnation, send.content.batch.seq)
             link = self.links.get(send.peer)
             if link is not None:
                 link.to_owner(send.content[0] if isinstance(send.content, list) else send.content)
@@ -707,7 +713,10 @@ class World:
             lag = newest - header.weights_seq
             if lag > most and self.broker.store.is_reconciled:
                 self.history.problems.append(f"batch {key} goes out {lag} versions behind, with max_staleness {most}")
-        self.given.add(key)
+        self._note_in_hand(*key)
+
+    def _note_in_hand(self, slot: int, incarnation: int, seq: int) -> None:
+        self.given.add((slot, incarnation, seq))
 
 
 __all__ = ["Drop", "Faults", "Recorder", "Settings", "World", "plus"]
