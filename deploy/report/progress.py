@@ -22,6 +22,7 @@ from headrace.deploy.terminal.output import chosen_output
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.schemas.accounts.figures import added_up
 from headrace.schemas.accounts.redis_keys import revoked_sessions
+from headrace.schemas.basics.bounds import MOST_COUNT
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
 
@@ -206,8 +207,11 @@ def short_number(value: float) -> str:
 
 
 def number(value: Any) -> float:
-    """Return a number from a peer or from Redis; 0.0 for any other value, since any program may have written it."""
-    return float(value) if isinstance(value, int | float) else 0.0
+    """Return a number from a peer or from Redis; 0.0 for any other value, since any program may have written it.
+
+    Numbers above `MOST_COUNT` are among the others: JSON has no place for an `int` of them.
+    """
+    return float(value) if isinstance(value, int | float) and abs(value) <= MOST_COUNT else 0.0
 
 
 class ProgressDisplay:
