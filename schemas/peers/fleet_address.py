@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -117,8 +118,9 @@ def await_address(
         if waited_s >= timeout_s:
             return ""
         if waited_s >= say_at and source.problem:
-            say_at += SAY_WAITING_S
-            log.warning("%s; waiting for it (%.0f s of at most %.0f s)", source.problem, waited_s, timeout_s)
+            say_at = waited_s + SAY_WAITING_S
+            most = "" if math.isinf(timeout_s) else f" of at most {timeout_s:.0f} s"
+            log.warning("%s; waiting for it (%.0f s%s)", source.problem, waited_s, most)
         if pause(LOOK_S):
             return ""
     return address

@@ -125,3 +125,12 @@ def test_an_env_of_a_notebook_is_refused_with_the_way_out(tmp_path: Path) -> Non
     script = "import headrace\nclass Cart: ...\nheadrace.fleet(Cart)"
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "in a notebook, `%%writefile my_code.py` saves a cell as a module" in done.stderr
+
+
+def test_an_end_that_headrace_has_no_code_for_is_told_by_its_number(tmp_path: Path) -> None:
+    run = fleet("CartPole-v1", run_dir=tmp_path / "run")
+    run.close()
+    run._up.returncode = 143
+    with pytest.raises(FleetError, match=r"of the fleet in .*/run ended with exit code 143$") as told:
+        run.close()
+    assert told.value.exit_code == ExitCode.FAILURE

@@ -261,15 +261,18 @@ class RunningFleet:
         if code == ExitCode.OK:
             return FleetError(f"the fleet in {self.path} has ended; start a new one with `headrace.fleet`")
         said = self.summary.get("error") or "".join(self._errors).strip()
-        said = said or f"the fleet in {self.path} does not balance: `headrace audit {self.path}` says what is missing"
-        return FleetError(str(said), ExitCode(code))
+        if not said and self.summary.get("balanced") is False:
+            said = f"the fleet in {self.path} does not balance: `headrace audit {self.path}` says what is missing"
+        said = said or f"`headrace up` of the fleet in {self.path} ended with exit code {code}"
+        return FleetError(str(said), ExitCode(code) if code in set(ExitCode) else ExitCode.FAILURE)
 
 
-class _OwnFleet(RunDirAddresses):
+class _OwnFleet:
     """The addresses of a fleet whose `headrace up` is a process of this program. No other start of it is due."""
 
     def __init__(self, path: Path, process: subprocess.Popen[str]) -> None:
-        super().__init__(path, running=True)
+        self.path = path
+        self._in_run_dir = RunDirAddresses(path, running=True)
         self._process = process
         self._say_at = time.monotonic() + _QUIET_S
 
@@ -281,7 +284,7 @@ class _OwnFleet(RunDirAddresses):
     def find(self, role: str) -> str:
         """Return the address for peers of `role`, once this very `headrace up` serves."""
         owner = read_object(self.path / "fleet.json").get("supervisor_pid")
-        return super().find(role) if owner == self._process.pid else ""
+        return self._in_run_dir.find(role) if owner == self._process.pid else ""
 
     def stopped(self) -> HeadraceError | None:
         """Return an error that says so, if `headrace up` has ended."""
