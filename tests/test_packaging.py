@@ -108,6 +108,10 @@ def test_the_wheel_holds_every_module_and_data_file(root: Path, wheel: Path, pro
     assert held == wanted
     assert f"Version: {project['project']['version']}" in metadata
     assert "License-Expression: Apache-2.0 AND MIT\n" in metadata
+    links = re.findall(r"\]\(([^)]*)\)", metadata)
+    page = f"https://github.com/headrace/headrace/blob/v{project['project']['version']}"
+    assert f"{page}/docs/quickstart.md" in links
+    assert [link for link in links if not link.startswith("https://")] == []  # PyPI has no file beside the README
 
 
 def test_another_clone_of_the_commit_gives_the_same_bytes(
