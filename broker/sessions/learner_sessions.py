@@ -125,12 +125,14 @@ class LearnerSessions:
     def on_gone(self, peer: Peer) -> None:
         """Note that a connection is closed. The lease stays until another learner comes."""
         if self.lease is not None and peer == self.lease.stream:
+            self.lease.weights_told.pop(peer, None)
             self.lease.stream = None
 
     def expel(self, peer: Peer) -> None:
         """Forget a connection that the broker ends."""
         self.on_gone(peer)
         if self.lease is not None and peer == self.lease.publisher:
+            self.lease.weights_told.pop(peer, None)
             self.lease.publisher = None
 
     def _fence(self, peer: Peer | None) -> None:

@@ -16,6 +16,7 @@ from headrace.broker.sessions.acknowledgements import Acknowledgements
 from headrace.broker.sessions.outbox import Outbox
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.runner_counters import Counters, larger
+from headrace.schemas.basics.bounds import BROKER_CONNECTIONS
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.chunks.module_spaces import module_spaces_from_json, told_by_module
 from headrace.schemas.credentials.tokens import same_token
@@ -80,7 +81,7 @@ class WorkerSessions:
         self._ends: dict[tuple[int, int], tuple[Peer | None, LastWords]] = {}
         """Ends by (slot, incarnation) that wait for the first learner, each with the peer that gets the Ack."""
         self.supervisors: dict[Peer, str | None] = {}
-        """The group of each supervisor's key; None without keys."""
+        """The group of each supervisor's key; None without keys. The newest HELLO is last."""
         self.last_close_at = math.inf
         """Time at which the books of all lost and superseded lives are closed; infinity if there are none."""
         self._next_look = 0.0
@@ -146,7 +147,10 @@ class WorkerSessions:
         If the fleet's own supervisor drains the fleet, end sampling.
         """
         if self._same_fleet(peer, hello.fleet_id):
+            self.supervisors.pop(peer, None)
             self.supervisors[peer] = group
+            if len(self.supervisors) > BROKER_CONNECTIONS:  # the first has gone, or says HELLO with its next obituary
+                del self.supervisors[next(iter(self.supervisors))]
             if hello.draining and group in (None, self._owners.own_group):
                 self._store.end_sampling()
 

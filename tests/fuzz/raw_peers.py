@@ -11,6 +11,7 @@ import random
 import socket
 import struct
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,13 +23,13 @@ from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.schemas.messages import LearnerHello, Message, SupervisorHello, WorkerHello
 from headrace.workers.serving.serving_messages import ClientHello
 from support.pipeline.delivery import FLEET, broker_process
-from support.raw_zmtp import PING, RawZmtp, command, frame, head, on_the_wire
+from support.raw_zmtp import PING, RawZmtp, command, frame, head, memory_of, on_the_wire
 from support.serving.other_client import somebody_else
 from support.serving.served import LIMITS, Served
 from support.waiting import wait_until
 
-MOST_BYTES = 768 << 20
-"""Memory of the broker at most."""
+MOST_BYTES = 256 << 20
+"""Memory of the broker at most, when it has read all messages."""
 _LONGEST_BURST = 4000
 _COMMANDS = ("PING", "PONG", "READY", "ERROR", "SUBSCRIBE", "CANCEL", "HELLO", "MESSAGE", "x" * 200)
 
@@ -43,7 +44,7 @@ class Sender:
             self._burst,
             partial(self._few, "pings", lambda: PING * rng.randrange(1, 500)),
             partial(self._few, "commands", self._command),
-            partial(self._few, "zeros", lambda: bytes(rng.randrange(1, 1 << 18))),
+            partial(self._few, "zeros", lambda: bytes(rng.randrange(1, _LONGEST_BURST))),
             partial(self._few, "noise", lambda: rng.randbytes(rng.randrange(1, 300))),
             partial(self._few, "unfinished frames", lambda: head(rng.choice((0, 1, 1 << 20, 1 << 40)), more=False)),
             partial(self._few, "many frames", lambda: frame(b"", more=True) * rng.randrange(1, 20_000)),
@@ -110,6 +111,12 @@ def _answers(endpoint: str) -> bool:
     return False
 
 
+def _has_read_all(pid: int) -> bool:
+    """Return whether the broker sleeps. It also reads what peers have sent that have ended, which waits in libzmq."""
+    pause, status = threading.Event(), Path(f"/proc/{pid}/status")
+    return not any(pause.wait(0.002) or "State:\tS" not in status.read_text() for _ in range(5))
+
+
 @contextmanager
 def raw_peers() -> Iterator[Callable[[int, Counter[str]], None]]:
     """Yield a function that plays the peers of a seed. The broker and the server live on, and answer honest peers."""
@@ -134,7 +141,8 @@ def raw_peers() -> Iterator[Callable[[int, Counter[str]], None]]:
                 go_on()
             else:
                 wait_until(lambda: _answers(endpoints["worker"]), "an answer of the broker")
-            grown = int(Path(f"/proc/{broker.popen.pid}/statm").read_text().split()[1]) * 4096
+            wait_until(lambda: _has_read_all(broker.popen.pid), "the broker's rest")
+            grown = memory_of(broker.popen.pid)
             assert grown < MOST_BYTES, f"the broker has {grown >> 20} MiB"
 
         yield play

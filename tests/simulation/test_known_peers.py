@@ -9,7 +9,7 @@ import pytest
 from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.accounts.ledger import HeldBatch, Settled
-from headrace.schemas.basics.bounds import WINDOW
+from headrace.schemas.basics.bounds import BROKER_CONNECTIONS, WINDOW
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.messages import (
     Ack,
@@ -19,6 +19,7 @@ from headrace.schemas.messages import (
     Reject,
     Skip,
     SourcePosition,
+    SupervisorHello,
     WorkerHello,
     WorkerWelcome,
 )
@@ -157,6 +158,25 @@ def test_a_connection_speaks_for_one_life_at_a_time() -> None:
     for slot in range(50):
         broker.hello(WORKER, slot)
     assert [source.slot for source in broker.core.sources.values() if source.peer is not None] == [49]
+
+
+def test_supervisors_and_learners_that_reconnect_for_ever_leave_nothing_behind() -> None:
+    broker = Broker()
+    broker.say(SUPERVISOR, SupervisorHello(fleet_id=FLEET, token="s"))
+    for number in range(BROKER_CONNECTIONS + 10):
+        broker.say(b"w%d" % number, SupervisorHello(fleet_id=FLEET, token="s"))
+        broker.say(SUPERVISOR, SupervisorHello(fleet_id=FLEET, token="s"))
+    assert len(broker.core.workers.supervisors) == BROKER_CONNECTIONS
+    assert broker.core.knows(SUPERVISOR), "it has said HELLO again"
+    for number in range(10):
+        stream, publisher = b"l%d" % number, b"lp%d" % number
+        broker.say(stream, LearnerHello(token="l", channel="stream"))
+        broker.core.gone(stream)
+        broker.say(publisher, LearnerHello(token="l", channel="publisher"))
+        broker.core.expel(publisher, "revoked_key", "")
+    lease = broker.core.learners.lease
+    assert lease is not None
+    assert lease.weights_told == {}
 
 
 # -- a worker beside a broker that stands still -----------------------------------------------------------------------
