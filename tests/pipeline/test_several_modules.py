@@ -88,6 +88,31 @@ def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
     assert add_up(broker.rows()).balance() == 0
 
 
+def test_steps_of_a_module_that_an_own_learner_does_not_train_stay_with_the_worker(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    witness = AgentWitness()
+    sections = {**CARTS_AT_RANDOM, "learner": {"enabled": False, "policies_to_train": ["long"]}}
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections):
+            assert list(stream.module_spaces(timeout_s=TIMEOUT_S)) == ["short", "long"]
+
+            def seen() -> bool:
+                for batch in filter(None, [stream.next(0.1)]):
+                    witness.see(batch)
+                return witness.steps["long"] > 1000
+
+            wait_until(seen, "batches of the trained module")
+        row = closed_row(broker, take=lambda: (drain(stream, witness.see), stream.commit()))
+    assert not witness.open_episodes()
+    assert witness.steps.keys() == row.totals.module_steps.keys() == {"long"}
+    assert row.totals.discarded["frozen"] > 0
+    assert row.totals.env_steps is not None
+    assert row.totals.stepped > row.totals.env_steps >= row.accepted[0] == row.settled.committed[0]
+    assert set(broker.report().policies) == {"short", "long"}, "returns of frozen modules are told too"
+    assert add_up(broker.rows()).balance() == 0
+
+
 def test_weights_are_applied_by_module_and_an_unpublished_module_stays_frozen(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
