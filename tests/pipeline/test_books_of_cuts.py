@@ -106,6 +106,7 @@ def test_batches_of_a_frozen_module_stay_and_their_steps_and_returns_are_told(
     assert kept.discarded.pop("frozen") == sum(header.steps for header in every if header.modules == ["two"]) > 0
     assert (kept.stepped, kept.env_steps, kept.episodes) == (all_of_it.stepped, all_of_it.env_steps, all_of_it.episodes)
     assert kept.discarded == all_of_it.discarded
+    assert kept.dropped["fenced"][1] < all_of_it.dropped["fenced"][1], "markers of frozen agents are no loss"
     ended = [zip(h.agent_returns, h.agent_lengths, strict=True) for h in every if h.modules == ["two"]]
     told = [("two", *agent) for agents in ended for agent in agents]
     assert [agent for header in sent for agent in header.frozen_agents] == told
