@@ -90,7 +90,9 @@ class FleetMetrics(BrokerObserver):
         self._episodes.extend(told.episodes)
         self._aborted.extend(told.aborted)
         if told.agent_returns and len(told.modules) == 1:
-            self._observe_agents(told.modules[0], told)
+            self._observe_agents(told.modules[0], told.agent_returns, told.agent_lengths)
+        for module_id, earned, length in told.frozen_agents:
+            self._observe_agents(module_id, [earned], [length])
         key, env_steps = source.key, told.totals.steps_of_envs
         # The first batch that a new broker gets from an old worker does not show how fast the worker is.
         before = self._env_steps.get(key, 0 if told.seq == 1 else env_steps)
@@ -114,11 +116,11 @@ class FleetMetrics(BrokerObserver):
         counters |= {name: max(before.get(name, 0), count) for name, count in told.items()}
         return {**before, **{name: count for name, count in counters.items() if count}}
 
-    def _observe_agents(self, module_id: str, header: BatchHeader) -> None:
+    def _observe_agents(self, module_id: str, returns: Sequence[float], lengths: Sequence[int]) -> None:
         if module_id not in self._agent_returns and len(self._agent_returns) >= MOST_MODULES:
             return
-        self._agent_returns.setdefault(module_id, deque(maxlen=EPISODE_WINDOW)).extend(header.agent_returns)
-        self._agent_lengths.setdefault(module_id, deque(maxlen=EPISODE_WINDOW)).extend(header.agent_lengths)
+        self._agent_returns.setdefault(module_id, deque(maxlen=EPISODE_WINDOW)).extend(returns)
+        self._agent_lengths.setdefault(module_id, deque(maxlen=EPISODE_WINDOW)).extend(lengths)
         self._changed_policies.add(module_id)
 
     def mean_return(self) -> float:

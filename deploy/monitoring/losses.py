@@ -36,6 +36,7 @@ LOSSES: Mapping[str, Loss] = {
         "a client that acts by itself could not bring them to its worker", "by clients that could not ship them"
     ),
     f"discarded/{Discard.TRAINING_DISABLED}": Loss("the episode was not to be trained on", ""),
+    f"discarded/{Discard.FROZEN}": Loss("the module that acted is not trained", ""),
     f"discarded/{Discard.CALLBACK_EXCEPTION}": Loss("a callback raised", "by callbacks that raised"),
     f"discarded/{Discard.RESET}": Loss("episodes were abandoned, for example by force_reset", ""),
     f"discarded/{Discard.SHUTDOWN}": Loss("the worker was told to stop", ""),

@@ -74,6 +74,8 @@ class Discard(StrEnum):
     """Steps of a client that acts by itself, which it could not bring to its worker: the worker died, forgot the
     client, or takes no message so large.
     """
+    FROZEN = "frozen"
+    """Steps of modules that a learner of one's own does not train. They stay with the worker."""
 
 
 class Drop(StrEnum):

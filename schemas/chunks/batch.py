@@ -114,6 +114,10 @@ class BatchHeader(BaseModel):
     """(return, length) of episodes that ended before their end since the last batch: their env failed, the client was
     lost, or the worker leaves.
     """
+    frozen_agents: Annotated[
+        ListOf[Annotated[tuple[ChosenName, float, Natural], Strict(False)]], Field(max_length=MOST_ABORTED)
+    ] = Field(default_factory=list)
+    """(module, return, agent steps) of agents that ended since the last batch and whose steps stay with the worker."""
     totals: WorkerTotals
     """The worker's running totals right after it cut this batch."""
 
@@ -335,7 +339,7 @@ def _running(counts: NDArray[Any]) -> NDArray[np.int64]:
     return steps.cumsum()
 
 
-_OFTEN_EMPTY = ("agent_returns", "agent_lengths", "aborted")
+_OFTEN_EMPTY = ("agent_returns", "agent_lengths", "aborted", "frozen_agents")
 
 
 def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = False) -> list[Buffer]:

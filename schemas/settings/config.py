@@ -195,7 +195,8 @@ class LearnerSection(ConfigSection):
     target_kl: float = Field(default=0.03, gt=0)
     """divergence at which an update stops after its current epoch; 1e9: never"""
     policies_to_train: list[str] | None = None
-    """module ids to train; absent: all. The others stay frozen as they were built"""
+    """module ids to train; absent: all. The others stay frozen as they were built; with `enabled = false`, their steps
+    stay with the workers"""
     evaluate_every_steps: int = Field(default=0, ge=0)
     """agent steps trained on between two evaluations of the newest checkpoint, by a process of its own that `up`
     starts; 0: none"""
@@ -322,6 +323,10 @@ class FleetConfig(ConfigSection):
         unknown = sorted(set(self.learner.policies_to_train or policies) - set(policies))
         if unknown:
             raise ValueError(f"learner.policies_to_train names {unknown}; the policies are {policies}")
+        if self.learner.policies_to_train == [] and not self.learner.enabled:
+            raise ValueError(
+                "learner.policies_to_train = [] leaves your learner no step; name a policy, or leave it out"
+            )
         self._check_evaluation()
         if self.sampling.synchronous and self.worker.random_actions_before_weights:
             raise ValueError(
@@ -448,8 +453,14 @@ class FleetConfig(ConfigSection):
 
     @property
     def _modules(self) -> int:
-        """Return the number of modules; a cut gives one batch for each."""
-        return len(self.sampling.policies or ("default_policy",))
+        """Return the number of modules that workers send steps of; a cut gives one batch for each."""
+        return len(self.sampling.policies or ("default_policy",)) - len(self.frozen_modules)
+
+    @property
+    def frozen_modules(self) -> frozenset[str]:
+        """Return the modules whose steps stay with the workers: a learner of one's own does not train them."""
+        trained = None if self.learner.enabled else self.learner.policies_to_train
+        return frozenset() if trained is None else frozenset(self.sampling.policies or ()).difference(trained)
 
     def replaced(self, values: Mapping[str, Any]) -> FleetConfig:
         """Return a copy with other values of some settings, by dotted key. They are not checked again."""

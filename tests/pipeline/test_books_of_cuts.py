@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import Discard, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Recorder, read_recorder
 from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.chunks.batch import BatchHeader, read_batch_header
@@ -75,6 +75,47 @@ def test_the_books_balance_after_each_batch_of_a_cut(tmp_path: Path, monkeypatch
     told = sum(len(header.episodes) for header in session.headers[::2])
     assert 0 < told == runner.totals.episodes, "the first batch of a cut tells of its episodes"
     assert not any(header.episodes for header in session.headers[1::2])
+
+
+def test_batches_of_a_frozen_module_stay_and_their_steps_and_returns_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent's module changes from episode to episode; some episodes have frozen agents only."""
+    monkeypatch.setattr(restarts, "BACKOFF_S", 0.0)
+    lives = []
+    for frozen in ((), ("two",)):
+        recorder = Recorder(tmp_path / f"{len(frozen)}.rec", 0, 1)
+        session = Watched(recorder)
+        with come_and_go(num_envs=3, length=20, seed=5) as runner:
+            totals, finished = runner.totals, runner.take_finished_episodes
+            shipper = Shipper(FLEET, session, recorder, totals, finished, frozen=frozen)
+            for _ in range(20):
+                shipper.ship(runner.sample_fragment(shipper.step, random_actions=True))
+            share = session.totals.discarded.get("frozen", 0) / session.totals.shipped
+            assert shipper.steps_for(1000) == 1000 + int(1000 * share)
+            shipper.drop(runner.discard_open(Discard.FENCED), Drop.FENCED)
+            sampled = {name: count for name, count in runner.get_metrics().items() if name.startswith("num_")}
+        recorder.close()
+        reading = read_recorder(recorder.path)
+        assert reading is not None
+        assert_balanced(reading.totals)
+        lives.append((session.headers, reading.totals, sampled))
+    (every, all_of_it, sampled), (sent, kept, sampled_too) = lives
+    assert {tuple(header.modules) for header in sent} == {("one",)}
+    assert [header.steps for header in sent] == [header.steps for header in every if header.modules == ["one"]]
+    assert kept.discarded.pop("frozen") == sum(header.steps for header in every if header.modules == ["two"]) > 0
+    assert (kept.stepped, kept.env_steps, kept.episodes) == (all_of_it.stepped, all_of_it.env_steps, all_of_it.episodes)
+    assert kept.discarded == all_of_it.discarded
+    assert kept.dropped["fenced"][1] < all_of_it.dropped["fenced"][1], "markers of frozen agents are no loss"
+    ended = [zip(h.agent_returns, h.agent_lengths, strict=True) for h in every if h.modules == ["two"]]
+    told = [("two", *agent) for agents in ended for agent in agents]
+    assert [agent for header in sent for agent in header.frozen_agents] == told
+    assert sum(len(header.episodes) for header in sent) > 0
+    assert not any(header.frozen_agents for header in every)
+    assert (sampled["num_agent_steps_sampled"], sampled["num_episodes"]) == (
+        sampled_too["num_agent_steps_sampled"],
+        sampled_too["num_episodes"],
+    )
 
 
 def test_the_recorder_balances_after_a_kill_between_two_batches_of_a_cut(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from headrace.schemas.errors import EncodeError, ModuleError
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode, encode
 from headrace.schemas.messages import WorkerHello
 from headrace.workers.policy.policies import PolicyMappingError
+from support.pipeline import worker_callbacks
 from support.pipeline.delivery import (
     FLEET,
     SPACES,
@@ -85,6 +86,35 @@ def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
     assert row.settled.committed[0] == row.accepted[0] == sum(witness.steps.values())
     assert row.totals.env_steps is not None
     assert max(witness.steps.values()) <= row.totals.env_steps < row.totals.stepped
+    assert add_up(broker.rows()).balance() == 0
+
+
+def test_steps_of_a_module_that_an_own_learner_does_not_train_stay_with_the_worker(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    witness = AgentWitness()
+    worker_callbacks.sent.clear()
+    sampling = {**TWO_CARTS, "callbacks": ["support.pipeline.worker_callbacks:Sent"]}
+    learner = {"enabled": False, "policies_to_train": ["long"]}
+    sections = {**CARTS_AT_RANDOM, "sampling": sampling, "learner": learner}
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections):
+            assert list(stream.module_spaces(timeout_s=TIMEOUT_S)) == ["short", "long"]
+
+            def seen() -> bool:
+                for batch in filter(None, [stream.next(0.1)]):
+                    witness.see(batch)
+                return witness.steps["long"] > 1000
+
+            wait_until(seen, "batches of the trained module")
+        row = closed_row(broker, take=lambda: (drain(stream, witness.see), stream.commit()))
+    assert not witness.open_episodes()
+    assert witness.steps.keys() == row.totals.module_steps.keys() == {"long"}
+    assert sum(steps for _, _, steps in worker_callbacks.sent) == witness.steps["long"]
+    assert row.totals.discarded["frozen"] > 0
+    assert row.totals.env_steps is not None
+    assert row.totals.stepped > row.totals.env_steps >= row.accepted[0] == row.settled.committed[0]
+    assert set(broker.report().policies) == {"short", "long"}, "returns of frozen modules are told too"
     assert add_up(broker.rows()).balance() == 0
 
 

@@ -183,7 +183,7 @@ def test_a_refusal_becomes_an_error_with_its_exit_code(code: str, exit_code: Exi
 BOUNDED_BY_THE_MESSAGE = {
     "Ack": "waiting_for",
     "AgentsStep": "reward info terminated truncated",
-    "BatchHeader": "weights_digest agents modules reasons episodes agent_returns agent_lengths aborted",
+    "BatchHeader": "weights_digest agents modules reasons episodes agent_returns agent_lengths aborted frozen_agents",
     "Bye": "window counters",
     "ChunkShipment": "discarded untrained episodes",
     "ClientPart": "frame_sizes",

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import fields
 
 import numpy as np
 
-from headrace.schemas.accounts.ledger import COUNTERS, Count, Drop, HeldBatch, WorkerTotals, plus
+from headrace.schemas.accounts.ledger import COUNTERS, Count, Discard, Drop, HeldBatch, WorkerTotals, plus, total_of
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.chunks.batch import MOST_ABORTED, BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.chunk import DEFAULT_AGENT, ChunkEnd
@@ -39,6 +39,7 @@ class Shipper:
     - runner: the runner's own totals.
     - take_episodes: returns the episodes that ended since its last call.
     - is_compressed: returns whether to compress the next batch.
+    - frozen: modules whose batches are counted and not sent.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Shipper:
         runner: RunnerTotals,
         take_episodes: Callable[[], Episodes],
         is_compressed: Callable[[], bool] = lambda: False,
+        frozen: Container[str] = (),
     ) -> None:
         self._fleet_id = fleet_id
         self._session = session
@@ -56,6 +58,8 @@ class Shipper:
         self._runner = runner
         self._take_episodes = take_episodes
         self._is_compressed = is_compressed
+        self._frozen = frozen
+        self._frozen_steps = 0
         self.bytes_shipped = (0, 0)
         """(bytes of arrays, bytes of messages) of all batches."""
         self._shipped: Count = (0, 0)
@@ -66,6 +70,8 @@ class Shipper:
         """Episodes that have ended and are in no batch yet."""
         self._aborted: Episodes = []
         """The same for those that were given up before their end."""
+        self._frozen_agents: deque[tuple[str, float, int]] = deque(maxlen=MOST_ABORTED)
+        """(module, return, agent steps) of agents of frozen modules that have ended and are in no batch yet."""
 
     def ship(self, cut: Cut) -> None:
         """Hand all batches of a cut to the session. The first of them carries the episodes that ended in it.
@@ -74,7 +80,7 @@ class Shipper:
         batch that must not go on the wire. A chunk whose infos alone exceed a message is dropped instead, and counted
         as OVERSIZE.
         """
-        waiting = deque(batches_of(cut))
+        waiting = deque(self._trained(cut))
         if not waiting:
             self.record()
         while waiting:
@@ -86,8 +92,21 @@ class Shipper:
 
     def drop(self, cut: Cut, reason: Drop) -> None:
         """Count a cut that gets no number, as dropped for `reason`."""
-        self._dropped[reason] = plus(self._dropped.get(reason, (0, 0)), (cut.steps, len(cut)))
+        lost = total_of((batch.steps, len(batch)) for batch in self._trained(cut))
+        self._dropped[reason] = plus(self._dropped.get(reason, (0, 0)), lost)
         self.record()
+
+    def _trained(self, cut: Cut) -> list[ChunkBatch]:
+        """Return the batches of a cut that go to the learner. Count the others."""
+        batches = batches_of(cut)
+        for batch in (one for one in batches if one.modules[0] in self._frozen):
+            self._frozen_steps += batch.steps
+            self._frozen_agents += [(batch.modules[0], *ended) for ended in _ended_agents(batch)]
+        return [batch for batch in batches if batch.modules[0] not in self._frozen]
+
+    def steps_for(self, steps: int) -> int:
+        """Return how many agent steps to take to ship `steps`, by the frozen modules' share so far."""
+        return steps + self._frozen_steps * steps // max(1, self._shipped[0])
 
     def step(self) -> None:
         """Record the runner's step counts. This is cheap enough for every poll."""
@@ -108,6 +127,7 @@ class Shipper:
         held = HeldBatch(seq=seq, steps=batch.steps, chunks=len(batch))
         shipment = self._shipment(batch, held, totals)
         self._shipped, self._by_module, self._episodes, self._aborted = shipped, by_module, [], []
+        self._frozen_agents.clear()
         self._recorder.totals(totals, held)
         self._session.submit(shipment)
 
@@ -164,18 +184,22 @@ class Shipper:
             agent_returns=[earned for earned, _ in agents],
             agent_lengths=[length for _, length in agents],
             aborted=self._aborted,
+            frozen_agents=list(self._frozen_agents),
             totals=totals,
         )
 
     def _totals(self, seq: int, shipped: Count, by_module: dict[str, int], unsent: int) -> WorkerTotals:
         counted = {name: getattr(self._runner, name) for name in _COUNTED}
         counted["open"] += unsent
+        discarded = dict(self._runner.discarded)
+        if self._frozen_steps:
+            discarded[Discard.FROZEN] = self._frozen_steps
         return WorkerTotals(
             **counted,
             seq=seq,
             shipped=shipped[0],
             shipped_chunks=shipped[1],
-            discarded=dict(self._runner.discarded),
+            discarded=discarded,
             dropped=dict(self._dropped),
             module_steps=by_module,
         )

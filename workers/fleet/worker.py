@@ -7,7 +7,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from headrace.schemas.accounts.logged_metrics import MOST_METRICS, LoggedMetric,
 from headrace.schemas.accounts.worker_figures import MOST_VERSIONS, PORT_PATTERN, BlockedBy, Ports
 from headrace.schemas.basics.process_usage import own_usage, usage_of_children
 from headrace.schemas.basics.stop_event import end_copy, own_process, stop_event
+from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.errors import (
     CallbackError,
     ConfigError,
@@ -192,12 +193,13 @@ class Worker:
             runner.totals,
             runner.take_finished_episodes,
             membership.compresses,
+            config.frozen_modules,
         )
         self._served: Any = runner.config.env if config.serving.enabled else None
         """The `ServedEnvs` of a worker that serves clients. `workers/serving/` is an annex, found by name."""
         self._acting_channel: Any = None
         """Its `ActingChannel` to clients that act by themselves, if they are allowed."""
-        self._batches_a_cut = len(runner.module_spaces)
+        self._batches_a_cut = len(runner.module_spaces) - len(config.frozen_modules)
         self._waited_s: dict[str, float] = {}
         """Seconds that this worker waited, by reason, up to the wait that goes on."""
         self._blocked_at = 0.0
@@ -352,7 +354,7 @@ class Worker:
         cut: Cut
         self._answered_at = time.monotonic()
         try:
-            most = self.session.round_left() if self.session.is_synchronous else None
+            most = self._shipper.steps_for(self.session.round_left()) if self.session.is_synchronous else None
             with self.membership.lent():
                 cut = self.runner.sample_fragment(lambda: self._between_polls(stopping), at_random, most_steps=most)
         except StoppedError as stopped:
@@ -378,8 +380,11 @@ class Worker:
             self._pump()
         if self.runner.callbacks.wants("on_chunk_sent"):
             with self.membership.lent():
-                for chunk in cut:
+                for chunk in self._sent(cut):
                     self.runner.callbacks.call("on_chunk_sent", chunk=chunk)
+
+    def _sent(self, cut: Cut) -> Iterator[EpisodeChunk]:
+        return (chunk for chunk in cut if chunk.module_id not in self.config.frozen_modules)
 
     def _between_polls(self, stopping: threading.Event) -> None:
         """Record steps. Every `PUMP_INTERVAL_S`, pump, apply weights and ship the chunks that clients cut.
@@ -511,7 +516,7 @@ class Worker:
             self._take_over(delivery)
         last = self._discard_open(Discard.SHUTDOWN)
         self._shipper.ship(last)
-        for chunk in last if self.runner.callbacks.wants("on_chunk_sent") else ():
+        for chunk in self._sent(last) if self.runner.callbacks.wants("on_chunk_sent") else ():
             self.runner.callbacks.tell("on_chunk_sent", chunk=chunk)
         link = self.membership.link
         link.wait_until(lambda: not self.session.unaccepted() or link.fleet_has_stopped(), DRAIN_TIMEOUT_S)

@@ -18,7 +18,7 @@ from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.sampling.fragment import Fragment, OpenChunk
 
 Columns = Mapping[str, NDArray[Any]]
-REASONS = ("", *(reason.value for reason in Discard))
+REASONS = ("", *(reason.value for reason in Discard if reason is not Discard.FROZEN))  # which ends no episode
 
 
 @dataclass(frozen=True, slots=True)
