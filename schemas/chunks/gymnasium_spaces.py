@@ -27,7 +27,7 @@ def to_gym(space: Space) -> gym.Space[Any]:
         case Box():
             return gym.spaces.Box(space.low, space.high, space.shape, column_dtype(space).type)
         case Discrete():
-            return gym.spaces.Discrete(space.n, start=space.start)
+            return gym.spaces.Discrete(space.n, start=space.start, dtype=column_dtype(space).type)
         case MultiDiscrete():
             return gym.spaces.MultiDiscrete(space.nvec, dtype=column_dtype(space).type, start=space.start)
         case MultiBinary():

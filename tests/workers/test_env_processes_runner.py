@@ -256,6 +256,7 @@ def test_placements_that_make_no_sense_are_refused() -> None:
         gym.spaces.Box(np.array([-1.0, -np.inf], np.float32), np.array([0.1, 2.0], np.float32)),
         gym.spaces.Box(0, 255, (2, 3), np.uint8),
         gym.spaces.Discrete(5, start=-2),
+        gym.spaces.Discrete(5, dtype=np.int8),
         gym.spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[0, 1], [2, 3]]),
         gym.spaces.MultiBinary(3),
         gym.spaces.MultiBinary((2, 2)),
