@@ -7,6 +7,7 @@ import math
 import platform
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +38,8 @@ from headrace.deploy.run.run_dir import RunDir, new_run_dir
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.log_rotation import LogRotation
 from headrace.deploy.terminal.logs import Identity, set_up_logging
+from headrace.schemas.accounts.env_errors import EnvErrorRow
+from headrace.schemas.basics.printable import one_line
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, RunDirError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.redis_url import without_password
@@ -171,6 +174,7 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
     """Turn the loop until there is a reason to stop. Raises the failure or the timeout, if that is the reason."""
     goal, standstill, look_at = Goal.of(fleet.config.fleet), Standstill(outcome.start.steps), 0.0
     shown_from = replace(outcome.start, mean_return=None)
+    told = set(fleet.snapshot.errors) if fleet.snapshot is not None else set()
     limit: Bottleneck | None = None
     while not fleet.stop_asked:
         fleet.loop.turn(TICK_S)
@@ -187,6 +191,7 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
         if seconds >= look_at:
             look_at, facts = seconds + LOOK_S, fleet.facts()
             limit = find_bottleneck(facts, find(facts))
+            _warn_of_errors(facts.snapshot.errors, told, fleet.run_dir.path)
             outcome.bottleneck = limit or outcome.bottleneck
         waits = progress.is_due and standstill.lasts and not reached
         view = ProgressView(
@@ -219,6 +224,16 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
             within = f"within {goal.timeout_s or seconds:g} s ({_where(now)})"
             raise FleetError(f"the goal was not reached {within}; {advice}", ExitCode.TIMEOUT)
     log.info("draining after a signal; another one stops at once")
+
+
+def _warn_of_errors(errors: Mapping[str, EnvErrorRow], told: set[str], path: Path) -> None:
+    """Log each kind of failure of an env once, when its first one is known; `told` has the fingerprints of those."""
+    for name in errors.keys() - told:
+        told.add(name)
+        row = errors[name]
+        text = one_line(": ".join(part for part in (row.exception or row.kind, row.message) if part))
+        where = f" at {row.where}" if row.where else ""
+        log.warning("an env failed: %s%s; `headrace why %s` counts such failures", text, where, path)
 
 
 class Standstill:

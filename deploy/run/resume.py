@@ -85,11 +85,11 @@ class EarlierRun:
         """
         changed = dict(_changed(self.settings, config))
         if fixed := [changed[key] for key in changed if key in FIXED]:
-            kept = "these cannot change within a run: leave out --run-dir for a new run, or name another"
+            kept = "these cannot change within a run: name another run directory, or none, for a new run"
             raise self._other_settings(fixed, advice or kept)
         training = [changed[key] for key in changed if _is_of_training(key)]
         if training and not resume:
-            again = f"go on with the new ones by --resume {self.run_dir.path}, or leave out --run-dir for a new run"
+            again = f"go on with the new ones by --resume {self.run_dir.path}, or name no run directory, for a new run"
             raise self._other_settings(training, advice or again)
         return training
 

@@ -22,7 +22,7 @@ _BOUNDS = np.array(LAG_BOUNDS)
 class LagMonitor:
     """The lag of the batches that are handed out, in the mean of the newest and in counts of all.
 
-    Batches sampled without the present learner's weights do not count in the mean.
+    Batches of random actions, from before the first weights, do not count in the mean.
 
     - warn_lag: mean lag of a batch above which it counts as late; None: no batch is late.
     """
@@ -59,7 +59,7 @@ class LagMonitor:
         if not batch.steps:
             return
         total = self._count(batch.lag)
-        if batch.learner_epoch != batch.newest[0]:
+        if batch.learner_epoch == 0:
             return
         self._recent.append((total, batch.steps))
         if self._warn_lag is None or total <= self._warn_lag * batch.steps:

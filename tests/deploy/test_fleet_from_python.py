@@ -12,6 +12,7 @@ from pathlib import Path
 import gymnasium as gym
 import pytest
 
+import headrace
 from headrace.deploy.annexes.programs import fleet
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.schemas.errors import ConfigError, ExitCode
@@ -113,6 +114,21 @@ def test_a_killed_program_takes_its_fleet_along(tmp_path: Path) -> None:
         pid = int(program.stdout.readline())
         program.kill()
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the supervisor")
+
+
+def test_the_first_failure_of_an_env_is_told_and_the_page_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    goal = {"fleet.until_steps": 20_000, "dashboard.enabled": True}
+    settings = {"module.build": headrace.actor_critic, **goal}
+    with fleet("support.envs.fleet:three_of_eight", num_envs=8, run_dir=tmp_path / "run", settings=settings) as run:
+        stream, weights = run.stream(), run.weights()
+        weights.publish(policy(stream.spaces()))
+        wait_until(lambda: run.dashboard.startswith("http://127.0.0.1:"), "the address of the page")
+        assert sum(batch.steps for batch in stream) > 0
+    [line] = [line for line in capfd.readouterr().err.splitlines() if "an env failed: " in line]
+    assert "RuntimeError: the simulator diverged at " in line
+    assert line.endswith(f"; `headrace why {tmp_path / 'run'}` counts such failures")
 
 
 @pytest.mark.parametrize("env", [lambda context: None, gym.Env()])

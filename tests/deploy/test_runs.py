@@ -132,7 +132,7 @@ def test_a_resumed_run_may_change_training_settings_but_not_env_or_module(tmp_pa
         run.check(training, resume=False)
     assert run.check(training, resume=True) == ["sampling.seed: null -> 4", "learner.gamma: 0.98 -> 0.9"]
     for fixed in (with_(sampling={"env_config": {"size": 4}}), with_(module={"config": {"hidden": [8]}})):
-        with pytest.raises(RunDirError, match="leave out --run-dir for a new run"):
+        with pytest.raises(RunDirError, match="name another run directory, or none, for a new run"):
             run.check(fixed, resume=True)
 
 

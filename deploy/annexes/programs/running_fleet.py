@@ -91,7 +91,8 @@ def fleet(
     module_name = _named(module, "module", folders)
     others = {"learner.enabled": False, **({} if module is None else {"module.build": module_name}), **(settings or {})}
     for key, value in others.items():
-        options += ["--set", f"{key}={_as_json(key, value)}"]
+        plain = _named(value, key, folders) if callable(value) else value
+        options += ["--set", f"{key}={_as_json(key, plain)}"]
     path = Path(run_dir) if run_dir is not None else new_run_dir(env_name or "fleet")
     return RunningFleet(path, options, folders)
 
@@ -152,6 +153,11 @@ class RunningFleet:
     def is_running(self) -> bool:
         """Return whether `headrace up` runs. It ends by itself at a goal that `settings` name, or where it fails."""
         return self._up.poll() is None
+
+    @property
+    def dashboard(self) -> str:
+        """Return the address of the fleet's page; "" until the page starts, and where the fleet has none."""
+        return str(read_object(self.path / "fleet.json").get("endpoints", {}).get("dashboard", ""))
 
     def stream(self, **options: Any) -> EpisodeStream:
         """Return a stream of the fleet's chunks, with `options` of `EpisodeStream`. It ends when the fleet does."""
