@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 MINUTES ?= 10
-.PHONY: help install run check test test-long fuzz lint format docs bench bench-quick compare golden wheel clean distclean
+.PHONY: help install run check test test-long fuzz lint format docs pictures bench bench-quick compare golden wheel clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ docs: $(READY) ## build docs/_build/html, with every warning an error
 	$(BIN)/python docs/_ext/generated_pages.py
 	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
 	@echo "open $(CURDIR)/docs/_build/html/index.html"
+
+pictures: $(READY) ## take the pictures of the guides again, of a small fleet (needs chromium)
+	$(BIN)/python docs/_ext/pictures.py
 
 bench: $(READY) ## measure against the limits, side by side; writes bench-results/
 	$(BIN)/python tests/bench/run.py

@@ -245,7 +245,7 @@ class BrokerCore:
             return f"worker {source.slot} (incarnation {source.incarnation}, pid {source.pid} on {source.host!r})"
         if peer in self.workers.supervisors:
             return "a supervisor"
-        return self.learners.name_of(peer) or f"unknown peer {peer[1:].hex()}"
+        return self.learners.name_of(peer) or f"unknown peer {peer[1:].hex():.8}"
 
     def knows(self, peer: Peer) -> bool:
         """Return whether this peer has introduced itself, and its HELLO was accepted."""

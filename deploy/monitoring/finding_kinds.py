@@ -104,6 +104,11 @@ KINDS = (
     FindingKind("batches_refused", "warning", 0, ""),
 )
 KIND = {kind.name: kind for kind in KINDS}
+_COUNTED = {
+    "sampling.env_restart_attempts": " failures of one env in a row",
+    "supervisor.restart_attempts": " restarts of one process",
+}
+"""What these limits count. The sentences beside them have the counts of several envs or processes."""
 
 
 def observe(
@@ -134,4 +139,5 @@ def with_value(facts: Facts, key: str) -> str:
     value = None if key in ("", "redis.url") else facts.setting(key)
     if value is None or value == "":
         return key
-    return f"{key} = {value:g}" if isinstance(value, float) else f"{key} = {one_line(orjson.dumps(value).decode())}"
+    shown = f"{value:g}" if isinstance(value, float) else one_line(orjson.dumps(value).decode())
+    return f"{key} = {shown}{_COUNTED.get(key, '')}"

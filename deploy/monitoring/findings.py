@@ -8,7 +8,9 @@ Each sentence has one place. `headrace up`, `why`, `top` and the page show the s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from headrace.deploy.monitoring import process_checks, stream_checks
 from headrace.deploy.monitoring.facts import Facts
@@ -23,6 +25,7 @@ _WAITING = "waiting for "
 _WORKER = "worker-"
 _OF_ENVS = ("envs_failing", "envs_down", "env_hosts_missing")
 _NO_LEARNER = ("no_learner", "learner_loading")
+_ENV = re.compile(r" in (env \d+) at ")
 _MOST_OF_A_KIND = 4
 _REDIS_STARTS_S = 15.0
 
@@ -180,15 +183,14 @@ def _of_disk(facts: Facts) -> Iterator[Observation]:
 
 
 def _late(facts: Facts, seen: Iterable[Observation]) -> list[str]:
-    """Return how many workers are late, and how many workers have failing envs, as sentences."""
+    """Return how many workers are late, with the first one, and an env that fails, as sentences."""
     wrong = [one.finding for one in seen if one.is_wrong and one.finding.whom.startswith(_WORKER)]
-    failing, late = (
-        {name for one in wrong if (one.kind in _OF_ENVS) == fail for name in _names(one)} for fail in (True, False)
-    )
+    late = {name for one in wrong if one.kind not in _OF_ENVS for name in _names(one)}
     own = {process.name for process in facts.processes.values() if process.role == "worker"}
     workers = len(own | {f"{_WORKER}{slot}" for slot in facts.snapshot.workers} | late)
-    said = [f"{len(late)} of {workers} workers late."] if late else []
-    return [*said, f"Envs of {len(failing)} of {workers} workers fail."] if failing else said
+    first = min(late, key=lambda name: (len(name), name), default="")
+    said = [f"{len(late)} of {workers} workers late ({first})."] if late else []
+    return said + [_sentence(one) for one in wrong if one.kind in _OF_ENVS][:1]
 
 
 def _names(finding: Finding) -> list[str]:
@@ -197,11 +199,15 @@ def _names(finding: Finding) -> list[str]:
 
 def _others(findings: list[Finding]) -> list[str]:
     others = [one for one in findings if not one.whom.startswith(_WORKER)]
-    return [_sentence(one) for one in others[:2]]
+    return [_sentence(replace(one, sentence=one.sentence.partition("; ")[0])) for one in others[:2]]
 
 
 def _sentence(finding: Finding) -> str:
+    """Return a finding for the verdict. The finding itself has the rest."""
     text = finding.sentence
+    if finding.kind in _OF_ENVS:
+        env = f"{found[1]} of " if (found := _ENV.search(text)) else ""
+        text = f"envs fail ({env}{_names(finding)[0]})"
     return f"{text[:1].upper()}{text[1:]}."
 
 

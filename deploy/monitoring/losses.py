@@ -75,5 +75,5 @@ def losses_in_words(books: FleetLedger, nothing: str = "Nothing lost.") -> str:
     for words, steps in counts:
         if words and steps:
             by[words] = by.get(words, 0) + steps
-    parts = [f"{steps:,} steps lost {words}" for words, steps in by.items()]
-    return f"{'; '.join(parts)}." if parts else nothing
+    parts = [f"{steps:,} {words}" for words, steps in by.items()]
+    return f"{', '.join(parts).replace(' ', ' steps lost ', 1)}." if parts else nothing

@@ -98,24 +98,24 @@ def failing_envs(facts: Facts) -> Iterator[Observation]:
 
 def _failing(facts: Facts, kind: str, slots: Sequence[int]) -> Observation:
     """Return the observation that envs of these workers fail for one cause."""
-    states = [facts.snapshot.workers[slot] for slot in slots]
-    names = [f"worker-{slot}" for slot in slots]
-    whom = names_of(names)
+    whom, told_of = names_of([f"worker-{slot}" for slot in slots]), facts.snapshot.workers
+    slots = sorted(slots, key=lambda slot: number(told_of[slot].get("env_failure_age_s")))  # the newest failure first
+    states, names = [told_of[slot] for slot in slots], [f"worker-{slot}" for slot in slots]
     of = names[0] if len(names) == 1 else f"{len(names)} of {len(facts.snapshot.workers)} workers"
-    newest = min(states, key=lambda state: number(state.get("env_failure_age_s")))
-    age_s = number(newest.get("env_failure_age_s"))
-    told = "".join(c if c.isprintable() else "?" for c in str(newest.get("env_failure", ""))[:MOST_SHORT_DETAIL])
+    age_s, newest = number(states[0].get("env_failure_age_s")), f" ({names[0]})" if len(names) > 1 else ""
+    told = "".join(c if c.isprintable() else "?" for c in str(states[0].get("env_failure", ""))[:MOST_SHORT_DETAIL])
     count, down, num_envs = (
         sum(number(state.get(name)) for state in states) for name in ("env_failures", "envs_lost", "num_envs")
     )
     of_all = f"{down:.0f} of {num_envs:.0f} envs"
     command = next((log for name in names if (log := _log_of(facts, name))), "")
     if kind == "envs_down":
-        sentence = f"{of_all} of {of} are down; the newest failure, {age_s:.0f} s ago: {told}"
+        sentence = f"{of_all} of {of} are down; the newest failure, {age_s:.0f} s ago{newest}: {told}"
         return observe(facts, kind, whom, sentence, age_s, command=command, slots=tuple(slots))
     now = f"; {of_all} are down" if down else ""
     rate = _failures_per_min(facts, count)
-    sentence = f"envs of {of} fail again and again{rate}: {count:,.0f} times, the newest {age_s:.0f} s ago: {told}{now}"
+    so_far = f"{count:,.0f} in all, the newest {age_s:.0f} s ago{newest}"
+    sentence = f"envs of {of} fail again and again{rate}: {so_far}: {told}{now}"
     firsts = [one.first_unix_s for one in facts.snapshot.errors.values() if not {*slots}.isdisjoint(one.slots)]
     for_s = max(0.0, facts.unix_s - min(firsts)) if firsts else None
     return observe(facts, kind, whom, sentence, for_s, command=command, slots=tuple(slots))

@@ -32,6 +32,7 @@ from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.restarts import WINDOW_S, RestartPolicy
 from headrace.deploy.terminal.logs import message_of
+from headrace.schemas.basics.printable import without_episode
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.basics.stop_event import sigterm_blocked
 from headrace.schemas.errors import ExitCode, HeadraceError, RunDirError, disk_full_error, removed_error, write_error
@@ -400,4 +401,4 @@ def _is_final(record: ExitRecord, service: Service) -> bool:
 def _because(child: Child) -> str:
     """Return the reason a process gave: its error, else the last line it wrote (of a traceback, most likely)."""
     said = child.last_error() or "".join(map(message_of, child.log_lines(1)))
-    return f": {said}" if said else ""
+    return f": {without_episode(said)}" if said else ""

@@ -98,7 +98,7 @@ GAUGE_TABLE = (
     Metric("episodes_window", "episodes", "that these are taken over, at most 100"),
     Metric(
         *("weights_seq", "version", "seq of the newest published weights"),
-        shown="Weights: {learner_epoch}/{weights_seq}; slowest worker is behind by {weights_lag}",
+        shown="Weights: {weights_seq}; of learner epoch {learner_epoch}; slowest worker is behind by {weights_lag}",
     ),
     Metric("learner_epoch", "epoch", "of the learner that holds the lease"),
     Metric(

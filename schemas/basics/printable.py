@@ -18,3 +18,8 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     r"""Return `text` as `printable` does, newlines and tabs as \n and \t: a peer cannot begin a line of its own."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def without_episode(text: str) -> str:
+    """Return the words of a failure without the 32 digits of its episode's id. Logs keep the id."""
+    return re.sub(r" of episode [0-9a-f]{32}\b", "", text)

@@ -300,13 +300,13 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
     "envs that fail": (
         told(workers={0: FAILS, 1: WORKER}),
         "envs_failing",
-        r"envs of worker-0 fail again and again: 9 times, the newest 2 s ago: boom\?",
+        r"envs of worker-0 fail again and again: 9 in all, the newest 2 s ago: boom\?",
         "tail /runs/a/logs/worker-0.log",
     ),
     "an env quarantined": (
         told(workers={0: {**FAILS, "envs_lost": 1, "num_envs": 8}, 1: WORKER}),
         "envs_failing",
-        r"envs of worker-0 fail again and again: 9 times, the newest 2 s ago: boom\?; 1 of 8 envs are down",
+        r"envs of worker-0 fail again and again: 9 in all, the newest 2 s ago: boom\?; 1 of 8 envs are down",
         "tail /runs/a/logs/worker-0.log",
     ),
     "long episodes are aborted": (
@@ -542,9 +542,13 @@ def test_the_verdict_counts_workers_and_names_losses() -> None:
         stepped=9000, dropped={"worker_killed": (1000, 9)}, discarded={"worker_killed": 204, "shutdown": 9}
     )
     facts = having("worker-1", replace(told(fleet=books)), is_stopped=True)
-    assert verdict(facts, find(facts)) == "Learning. 1 of 2 workers late. 1,204 steps lost by killed workers."
+    assert (
+        verdict(facts, find(facts)) == "Learning. 1 of 2 workers late (worker-1). 1,204 steps lost by killed workers."
+    )
     failing, _, _, _ = WRONG["an env quarantined"]
-    assert verdict(failing, find(failing)) == "Learning. Envs of 1 of 2 workers fail. Nothing lost."
+    assert verdict(failing, find(failing)) == "Learning. Envs fail (worker-0). Nothing lost."
+    still = told(gauges=STILL, workers={0: raised(0, "E"), 1: raised(1, "E", env_failure_age_s=0.5)})
+    assert verdict(still, find(still)) == "Envs fail (env 1 of worker-1). Nothing lost."
     still = having("broker", told(gauges=STILL), is_stopped=True)
     assert verdict(still, find(still)) == "Waiting for broker (pid 70), which is stopped. Nothing lost."
 
@@ -555,7 +559,7 @@ def test_many_findings_of_a_kind_are_merged_into_five_and_all_are_counted() -> N
     facts = told(facts, workers={**dict.fromkeys(range(64), WORKER)})
     found = find(facts)
     assert [one.whom for one in found] == ["worker-0", "worker-1", "worker-2", "worker-3", "worker-4 and 58 more"]
-    assert verdict(facts, found) == "Learning. 63 of 64 workers late. Nothing lost."
+    assert verdict(facts, found) == "Learning. 63 of 64 workers late (worker-0). Nothing lost."
 
 
 @pytest.mark.parametrize(
@@ -600,12 +604,12 @@ def test_one_cause_in_many_workers_is_one_finding_with_its_rate() -> None:
     )
     (found,) = find(facts)
     assert found.sentence == (
-        "envs of 4 of 4 workers fail again and again at 12/min: 36 times, the newest 1 s ago: "
+        "envs of 4 of 4 workers fail again and again at 12/min: 36 in all, the newest 1 s ago (worker-0): "
         "env_exception in env 0 at step 40: ValueError: bad at 0.5"
     )
     assert (found.whom, found.slots) == ("worker-0, worker-1, worker-2, worker-3", (0, 1, 2, 3))
     assert found.command == "tail /runs/a/logs/worker-0.log"
-    assert verdict(facts, [found]) == "Learning. Envs of 4 of 4 workers fail. Nothing lost."
+    assert verdict(facts, [found]) == "Learning. Envs fail (env 0 of worker-0). Nothing lost."
 
 
 def test_each_cause_is_a_finding_and_has_its_share_of_the_rate() -> None:
@@ -616,15 +620,17 @@ def test_each_cause_is_a_finding_and_has_its_share_of_the_rate() -> None:
         totals={"env_steps_total": 9000, "env_failures_total": 27},
     )
     told_of = {one.slots: one.sentence for one in find(facts)}
-    assert "envs of 2 of 4 workers fail again and again at 18/min: 18 times" in told_of[0, 2]
-    assert "envs of worker-1 fail again and again at 9/min: 9 times" in told_of[1,]
+    assert "envs of 2 of 4 workers fail again and again at 18/min: 18 in all" in told_of[0, 2]
+    assert "envs of worker-1 fail again and again at 9/min: 9 in all" in told_of[1,]
 
 
 def test_envs_that_are_down_for_one_cause_are_one_finding() -> None:
     down = {"env_failure_age_s": 30.0, "envs_lost": 2}
     (found,) = find(told(workers={slot: raised(slot, "ValueError: a", **down) for slot in range(2)}))
     assert (found.kind, found.slots) == ("envs_down", (0, 1))
-    assert found.sentence.startswith("4 of 16 envs of 2 of 2 workers are down; the newest failure, 30 s ago: env_exc")
+    assert found.sentence.startswith(
+        "4 of 16 envs of 2 of 2 workers are down; the newest failure, 30 s ago (worker-0): env_exc"
+    )
 
 
 def ended(words: str, **changes: Any) -> dict[str, Any]:
@@ -647,7 +653,7 @@ def test_workers_that_end_again_and_again_for_one_cause_are_one_finding_with_its
         "exit code 3 (ENV): ValueError: bad at 0.5"
     )
     assert (found.whom, found.slots) == ("worker-0, worker-1, worker-2, worker-3", (0, 1, 2, 3))
-    assert verdict(facts, [found]) == "Learning. 4 of 5 workers late. Nothing lost."
+    assert verdict(facts, [found]) == "Learning. 4 of 5 workers late (worker-0). Nothing lost."
 
 
 def test_workers_that_start_again_are_one_finding_for_each_cause_and_role() -> None:

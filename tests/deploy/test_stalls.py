@@ -245,7 +245,7 @@ def test_envs_that_fail_again_and_again_and_one_that_cannot_be_built_again(tmp_p
     with stalls_of(tmp_path, *env, *hangs, *sets("sampling.env_reset_timeout_s=300")) as stalls:
         until_joined(stalls.fleet, 2)  # worker 1 may be the first by so much that its env is down the sooner
         found = stalls.until(("envs_failing", "worker-0"), ("envs_down", "worker-1"))
-        assert found["envs_failing"]["limit"] == "sampling.env_restart_attempts = 8"
+        assert found["envs_failing"]["limit"] == "sampling.env_restart_attempts = 8 failures of one env in a row"
         assert "RuntimeError: the simulator diverged" in found["envs_failing"]["sentence"]
         assert since(found["envs_failing"], 20)
         for one in found.values():

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from headrace.deploy.annexes.watch.commands import app
 from headrace.deploy.annexes.watch.state.fleet_state import fleet_state
-from headrace.deploy.annexes.watch.state.shown_figures import as_text
+from headrace.deploy.annexes.watch.state.shown_figures import PAGE_CHARTS, as_text
 from headrace.deploy.annexes.watch.top.top import top as show
 from headrace.deploy.annexes.watch.top.top_view import head, plain, screen, sparkline
 from headrace.deploy.monitoring.facts import Facts, FactsReader
@@ -113,7 +113,12 @@ def test_aborted_episodes_stand_beside_finished_ones() -> None:
         *((0.123, "1", "12 %"), (0.0512, "1", "5.1 %"), (None, "1", "-"), ("x\n", "1", r"x\n")),
         *((5.5 * 2**20, "bytes", "5.5 MiB"), (1023, "bytes", "1023 B"), (0, "bytes", "0 B")),
         *((2.5, "s", "2.5 s"), (75.0, "s", "1 min 15 s"), (2, "versions", "2"), (-1, "versions", "older epoch")),
-        *((41230.5, "env steps/s", "41,230.5"), (12.25, "return", "12.25"), (1_234_567, "episodes", "1,234,567")),
+        *(
+            (41230.5, "env steps/s", "41,230"),
+            (0.25, "env steps/s", "0.25"),
+            (12.25, "return", "12.25"),
+            (1_234_567, "episodes", "1,234,567"),
+        ),
         ({"worker": 2, "broker": 0}, "", "worker 2"),
     ],
 )
@@ -150,3 +155,9 @@ def test_top_needs_redis_url_and_fleet_id_together(options: tuple[str, str]) -> 
     result = CliRunner().invoke(app, ["top", *options])
     assert isinstance(result.exception, ConfigError)
     assert "together" in str(result.exception)
+
+
+def test_charts_of_what_is_counted_have_whole_numbers_only() -> None:
+    whole = {chart["title"] for chart in PAGE_CHARTS if chart["isWhole"]}
+    assert {"Queue", "Workers", "Failures", "Lag of weights", "Throughput"} <= whole
+    assert not {"Return of episodes", "Length of episodes", "Processor time", "Time of workers"} & whole

@@ -142,9 +142,7 @@ def test_the_progress_line_names_lost_steps_and_the_newest_and_first_failure_of_
     arguments = ("--env", "support.envs.fleet:one_leaves_its_space", "--workers", "1", "--num-envs", "8")
     with RunningFleet(tmp_path, *arguments) as fleet:
         lost = r"discarded [\d,]+ steps \([\d.]+ % of all: .*env_bad_data [\d,]+.*\)"
-        newest = (
-            r"env failures [\d,]+, the newest \d+ s ago \(worker-0: env_\w+ in env [01] at step \d+ of episode .*\)"
-        )
+        newest = r"env failures [\d,]+, the newest \d+ s ago \(worker-0: env_\w+ in env [01] at step \d+: .*\)"
         first = r"the first \(env_bad_data: EnvContractError: observation should be within .*, [\d,]+ of this kind\)"
         whole = re.compile(f"{lost}.*{newest}, {first}")
         fleet.wait_until(lambda: whole.search(fleet.said()), "a line of progress with them")

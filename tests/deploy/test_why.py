@@ -66,7 +66,7 @@ def test_why_explains_each_stall_from_redis_or_the_run_directory(tmp_path: Path)
             fleet.wait_until(lambda: not found(), "the learner to go on")
 
             pid = fleet.send(signal.SIGSTOP, "worker", 0)
-            fleet.wait_until(lambda: line() == "Learning. 1 of 2 workers late. Nothing lost.", "the verdict")
+            fleet.wait_until(lambda: line() == "Learning. 1 of 2 workers late (worker-0). Nothing lost.", "the verdict")
             stopped = why("--run-dir", str(run), "--json")
             assert stopped.returncode == ExitCode.FINDINGS, stopped.stderr
             (finding,) = orjson.loads(stopped.stdout)["findings"]

@@ -80,9 +80,9 @@ class Browser:
             event = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": codes[key], **text}
             self._call("Input.dispatchKeyEvent", **event)
 
-    def picture(self, file: Path) -> None:
-        """Write a PNG of the whole page."""
-        found = self._call("Page.captureScreenshot", captureBeyondViewport=True)
+    def picture(self, file: Path, *, whole: bool = True) -> None:
+        """Write a PNG of the whole page, or of what the window shows of it."""
+        found = self._call("Page.captureScreenshot", captureBeyondViewport=whole)
         file.write_bytes(base64.b64decode(found["data"]))
 
     def _call(self, method: str, **parameters: Any) -> Any:

@@ -91,6 +91,7 @@ TEXTS: dict[str, Callable[[Any], str]] = {
     "": lambda value: str(value or "-"),
     "1": lambda value: percent(value),
     "bytes": lambda value: size(value),
+    "env steps/s": lambda value: some(value) if value and 0 < value < 1 else whole(value),
     "versions": lambda value: "older epoch" if value < 0 else whole(value),
 }
 """Texts of a worker's figures by their unit. All others are plain numbers."""

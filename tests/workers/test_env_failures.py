@@ -301,6 +301,8 @@ def test_a_failure_is_logged_with_env_step_episode_error_and_attempt(caplog: pyt
     (record,) = caplog.records
     message = f"env 0 failed at step 6 of episode {chunk.episode_id} (RuntimeError: diverged); 2 steps discarded"
     assert record.getMessage() == f"{message}, rebuilding (attempt 1 of 8)"
+    words = "env_exception in env 0 at step 6: RuntimeError: diverged"
+    assert sampler.totals.newest_env_failure == words, "views name no id of 32 digits"
 
 
 @pytest.mark.parametrize(

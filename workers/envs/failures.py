@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.basics.printable import without_episode
 from headrace.schemas.errors import (
     CallbackError,
     EnvContractError,
@@ -99,9 +100,9 @@ class Failure:
         groups.note(self.reason.value, _name_of(env), kind, _where(error), message, lambda: _trace(error))
 
     def in_words(self) -> str:
-        """Return its kind, env, place and error, on one line."""
+        """Return its kind, env, step and error, on one line."""
         error = f"{type(self.error).__name__}: {message_of(self.error)}{self.hint and f'; {self.hint}'}"
-        return f"{self.reason.value} in env {self.lane} at {self.at}: {' '.join(error.split())}"
+        return f"{self.reason.value} in env {self.lane} at {without_episode(self.at)}: {' '.join(error.split())}"
 
     def report(self, wait_s: float, attempt: int, attempts: int, *, with_traceback: bool) -> None:
         """Log the failure in one line, and with the traceback if that was not logged before."""

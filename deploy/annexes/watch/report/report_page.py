@@ -118,8 +118,7 @@ def _curves(charts: Sequence[Chart], series: RunSeries) -> Iterator[str]:
         yield paragraph("There are no rows yet: the fleet has not taken a step, or its rows were removed.", "dim")
         return
     marks = " Dashed lines mark the changes that are listed below." if series.marks else ""
-    about = f"The time is that for which the fleet ran. Point at a curve for its values.{marks}"
-    yield paragraph(about, "dim")
+    yield paragraph(f"The time is that for which the fleet ran. Point at a curve for its values.{marks}", "dim")
     yield _AXES
     yield '<p id="no-history" hidden>No curve has a value.</p><div id="charts" class="charts"></div>'
     yield "<noscript><p>The curves need JavaScript. headrace report --csv writes their values.</p></noscript>"
@@ -148,7 +147,8 @@ def _charts(series: RunSeries) -> Iterator[Chart]:
     by_policy = [name for name in series.names("policies/") if name.endswith("/return_mean")]
     yield chart("Mean return by policy", (_line(name, _bounded(name.split("/")[1])) for name in by_policy))
     for known in REPORT_CHARTS:
-        lines = [line for line in known["lines"] if line["name"] in series.columns][:MOST_CURVES]
+        names = {name for name in series.columns if "/s" not in known["unit"] or "_per_s" in name}  # no count as a rate
+        lines = [line for line in known["lines"] if line["name"] in names][:MOST_CURVES]
         bands = [band for band in known["bands"] if {*band[:2]} <= series.columns.keys()]
         if known["title"] == "Return of episodes" and _EVALUATED in series.columns:
             lines.append({**_line(_EVALUATED, "evaluation"), "dots": True})

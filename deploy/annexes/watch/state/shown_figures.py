@@ -14,12 +14,13 @@ from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.basics.printable import one_line
 
 Chart = dict[str, Any]
-"""The data of one chart of `charts.js`: `title`, `unit`, `scale`, `lines` (name, label), `bands` (low, high, label)."""
+"""One chart of `charts.js`: `title`, `unit`, `scale`, `isWhole`, `lines` (name, label), `bands` (low, high, label)."""
 
 _FIGURES = (*GAUGE_TABLE, *COUNTER_TABLE, RESTARTS, *FLEET_TABLE)
 TILES = tuple(figure for figure in _FIGURES if figure.shown)
 WORKER_COLUMNS = tuple(figure for figure in (*SLOT_TABLE, *WORKER_TABLE) if figure.shown)
 _UNITS = {figure.name: figure.unit for figure in _FIGURES} | {"lost_share": "1"}
+_COUNTED = ("batches", "env steps/s", "episodes", "messages", "workers", "versions", "sessions", "agent steps")
 _QUANTILES = {"0.5": "median", "0.95": "95 %"}
 _BANDS = (("0.05", "0.95", "5 % to 95 %"), ("0.25", "0.75", "quartiles"))
 _LONGEST = 400
@@ -54,7 +55,7 @@ def as_text(value: Any, unit: str, number: Callable[[float], str] | None = None)
     """Return a figure in its unit, as one line of bounded length. `number` makes the text of a plain number."""
     if isinstance(value, Mapping):
         value = ", ".join(f"{name} {count}" for name, count in value.items() if count)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or (number and not unit):
         return one_line(str("-" if value is None else value)[:_LONGEST])
     if unit == "1":
         return f"{100 * value:.{int(value < 0.1)}f} %"
@@ -65,6 +66,8 @@ def as_text(value: Any, unit: str, number: Callable[[float], str] | None = None)
         return f"{value:.1f} s" if value < 10 else duration(value)
     if unit == "versions" and value < 0:
         return "older epoch"
+    if unit in _COUNTED and abs(value) >= 1:
+        value = round(value)
     if number is not None:
         return number(value)
     return f"{value:,.1f}".removesuffix(".0") if abs(value) >= 100 else f"{value:.4g}"
@@ -79,7 +82,7 @@ def charts(name_of: Callable[[Metric, str], str]) -> list[Chart]:
             title, _, unit = heading.partition(", ")
             scale = 100 if unit == "%" else 1
             empty: Chart = {"title": title, "unit": unit, "scale": scale, "lines": [], "bands": []}
-            chart = found.setdefault(heading, empty)
+            chart = found.setdefault(heading, {**empty, "isWhole": figure.unit in _COUNTED})
             for text, label in _labels(figure, curve):
                 chart["lines"].append({"name": name_of(figure, text), "label": label})
             if "0.05" in figure.known_values():

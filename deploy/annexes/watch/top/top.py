@@ -52,9 +52,8 @@ def top(reader: FactsReader, *, once: bool, as_json: bool) -> None:
         say(orjson.dumps(source.read()).decode())
     elif once or not _is_interactive():
         width = Console().width if sys.stdout.isatty() else PLAIN_WIDTH
-        document = source.read()
-        lines = plain(document, source.curves, width)
-        say("\n".join(_rendered(lines, width, is_terminal=sys.stdout.isatty())))
+        shown = _rendered(plain(source.read(), source.curves, width), width, is_terminal=sys.stdout.isatty())
+        say("\n".join(shown))
     else:
         _show(source)
 

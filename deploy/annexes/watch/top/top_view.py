@@ -160,8 +160,7 @@ def _table(document: Document, width: int, height: int | None) -> list[Text]:
 
 
 def _width(column: Document) -> int:
-    most = 11 if column["unit"] == "bytes" else 6
-    return _WIDTHS.get(column["key"], max(most, len(column["title"]) + 1))
+    return _WIDTHS.get(column["key"], max(11 if column["unit"] == "bytes" else 6, len(column["title"]) + 1))
 
 
 def _fitting(columns: Sequence[Document], width: int) -> Iterator[Document]:

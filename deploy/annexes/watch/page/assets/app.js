@@ -102,6 +102,7 @@ function showErrors(groups) {
 
 /* A figure of a worker as text, by its unit. Others are plain numbers. */
 const TEXTS = { "": (value) => String(value || "-"), "1": percent, bytes, s: duration,
+  "env steps/s": (value) => value > 0 && value < 1 ? some(value) : whole(value),
   versions: (value) => value < 0 ? "older epoch" : whole(value) };
 const textOf = (w, column) => column.key === "slot" ? w.name : (TEXTS[column.unit] || some)(w[column.key]);
 const isText = (column) => !column.unit && column.key !== "slot";

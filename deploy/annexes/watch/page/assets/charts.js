@@ -7,6 +7,7 @@
 const MOST_LEARNER_CHARTS = 24;
 const ELAPSED_TICKS = [0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
   172800, 432000, 864000, 2592000];
+const WHOLE_TICKS = Array.from({ length: 46 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));
 const FLAT = 1e-3; /* A curve that varies by less of its size is drawn as a constant one. */
 
 const Charts = (() => {
@@ -115,7 +116,8 @@ const Charts = (() => {
       scales: { x: { time: !bySteps && !data.isElapsed, range: () => range() }, y: { range: (_, low, high) => limits(low, high) } },
       axes: [{ ...axis, size: 28, space: 70, ...(data.isElapsed && !bySteps ? { incrs: ELAPSED_TICKS } : {}),
         values: (_, ticks) => ticks.map((tick) => bySteps ? short(tick) : data.isElapsed ? duration(tick)
-          : clock(tick).slice(0, ticks[ticks.length - 1] - ticks[0] > 600 ? 5 : 8)) }, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => short(tick)) }],
+          : clock(tick).slice(0, ticks[ticks.length - 1] - ticks[0] > 600 ? 5 : 8)) }, { ...axis, size: 56, incrs: spec.isWhole ? WHOLE_TICKS : undefined,
+        values: (_, ticks) => ticks.map((tick) => short(tick)) }],
       hooks: { draw: [drawMarks], setCursor: [(plot) => tell(caption, spec, found, plot.cursor.idx)] },
     };
   }
@@ -158,7 +160,8 @@ const Charts = (() => {
       const value = valueOf(column.name);
       if (column.edge && !column.isBand) continue;
       const low = column.isBand ? valueOf(found[k - 1].name) : null;
-      const said = (one) => one === null || one === undefined ? "-" : short(one * (spec.scale || 1));
+      const said = (one) => one === null || one === undefined ? "-" : spec.isWhole && !(one > 0 && one < 1) ? whole(one)
+        : short(one * (spec.scale || 1));
       parts.push({ column, text: `${column.label} ${column.isBand ? `${said(low)} to ` : ""}${said(value)}` });
     }
     const steps = stepsUntil();
