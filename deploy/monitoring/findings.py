@@ -8,6 +8,7 @@ Each sentence has one place. `headrace up`, `why`, `top` and the page show the s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -61,7 +62,7 @@ def verdict(facts: Facts, findings: list[Finding]) -> str:
         if findings:
             waits = [one for one in (*findings, *(one.finding for one in seen)) if one.sentence.startswith(_WAITING)]
             return f"{_sentence((waits if findings[0].severity == 'warning' and waits else findings)[0])} {lost}"
-        if facts.snapshot.totals.get("env_steps_total") and facts.snapshot.gauges.get("weights_seq"):
+        if facts.snapshot.totals.get("env_steps_total") and (facts.snapshot.gauges.get("weights_seq") or _told(facts)):
             return f"{_sentence(seen[0].finding) if seen else 'No steps at the moment.'} {lost}"
         return f"Starting: {'; '.join(one.finding.sentence for one in seen) or 'processes start'}."
     away = [_sentence(one.finding) for one in seen if one.finding.kind in _NO_LEARNER]
@@ -144,6 +145,13 @@ def _state(facts: Facts) -> str:
     supervisor = facts.processes.get(SUPERVISOR)
     state = supervisor.state if supervisor is not None else ""
     return STOPPED if state in ("", "draining") and facts.snapshot.ended_unix_s is not None else state
+
+
+def _told(facts: Facts) -> bool:
+    """Return whether a broker has reported since this supervisor started, and its reports have expired since."""
+    supervisor = facts.processes.get(SUPERVISOR)
+    since = math.inf if supervisor is None else supervisor.started_unix_s
+    return not facts.snapshot.gauges and (facts.snapshot.reported_unix_s or 0.0) > since
 
 
 def _moves(facts: Facts) -> bool:

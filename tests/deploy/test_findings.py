@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from headrace.deploy.annexes.watch.state.fleet_state import ledger
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import KIND, KINDS
 from headrace.deploy.monitoring.findings import awaited, find, verdict
+from headrace.deploy.monitoring.losses import losses_in_words
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.redis_keys import TOLD_SETTINGS
@@ -496,7 +498,7 @@ FINE = {
             snapshot=replace(told().snapshot, gauges={}, workers={}, reported_unix_s=NOW - 40),
             redis_back_s=3.0,
         ),
-        "Starting: waiting for the broker, which has reported nothing to Redis for 40 s",
+        "Waiting for the broker, which has reported nothing to Redis for 40 s. Nothing lost.",
     ),
     "drains": (
         having("supervisor", having("worker-0", state="draining", silent_s=9.0), state="draining"),
@@ -516,6 +518,13 @@ FINE = {
         "Ended. 9,000 env steps. Nothing lost.",
     ),
 }
+
+
+def test_steps_that_the_learner_was_not_meant_to_get_are_not_lost() -> None:
+    books = FleetLedger(stepped=100, discarded={"frozen": 30, "training_disabled": 5, "env_hang": 2})
+    shown = ledger(books, [])
+    assert (shown["undelivered"], shown["lost"]) == (37, 2)
+    assert losses_in_words(books) == "2 steps lost by envs that hung."
 
 
 @pytest.mark.parametrize("case", FINE)

@@ -76,7 +76,7 @@ def test_the_document_has_every_number_of_redis(url: str, client: Any, fleet_id:
     books = state["ledger"]
     assert books["stepped"] == int(raw[b"agent_steps_total"])
     assert books["committed"] == int(raw[b"committed_agent_steps_total"])
-    assert books["stepped"] == books["committed"] + books["queued"] + books["lost"]
+    assert books["stepped"] == books["committed"] + books["queued"] + books["undelivered"]
     assert books["queued"] == books["with_workers"] + books["with_broker_or_learner"] > 0
     assert all(loss["meaning"] and loss["agent_steps"] for loss in books["losses"])
     assert {loss["reason"] for loss in books["losses"]} == {"env_exception", "oversize", "stale", "worker_killed"}

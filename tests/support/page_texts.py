@@ -130,7 +130,7 @@ def _ledger(books: dict[str, Any]) -> dict[str, list[str]]:
     ways = [f"{whole(books['with_workers'])} with workers"]
     return {
         "stepped": [whole(books["stepped"])],
-        "lost": [whole(books["lost"]), *losses],
+        "undelivered": [whole(books["undelivered"]), *losses],
         "queued": [whole(books["queued"]), *ways, f"{whole(books['with_broker_or_learner'])} with broker or learner"],
         "committed": [whole(books["committed"]), f"{percent(books['committed_share'])} of all"],
     }

@@ -108,7 +108,8 @@ def _key_numbers(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     books, restarts = facts["ledger"], facts["restarts"]
     numbers = {**facts["numbers"], "restarts": sum(restarts.values()), "restarts_by_role": restarts}
     if books is not None:
-        numbers["lost"] = sum(books["dropped"].values()) + sum(books["discarded"].values())
+        kinds = ("dropped", "discarded")
+        numbers["lost"] = sum(n for kind in kinds for reason, n in books[kind].items() if loss_of(kind, reason).by)
     yield "Time", duration(facts["seconds"])
     yield from ((tile["title"], tile["text"]) for tile in tiles_of(numbers) if tile["text"] != "-")
 

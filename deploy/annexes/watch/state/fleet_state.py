@@ -168,7 +168,7 @@ def ledger(books: FleetLedger, rows: Iterable[LedgerRow] = ()) -> Document:
         *(_loss("discarded", reason, steps, None) for reason, steps in books.discarded.items()),
         *(_loss("dropped", reason, steps, chunks) for reason, (steps, chunks) in books.dropped.items()),
     ]
-    lost = sum(loss["agent_steps"] for loss in losses)
+    lost = sum(loss["agent_steps"] for loss in losses if loss_of(loss["kind"], loss["reason"]).by)
     return {
         "stepped": books.stepped,
         "committed": books.committed[0],
@@ -178,6 +178,7 @@ def ledger(books: FleetLedger, rows: Iterable[LedgerRow] = ()) -> Document:
         "with_workers": sum(row.totals.open for row in lives),
         "with_broker_or_learner": sum(row.held[0] for row in lives),
         "losses": sorted((loss for loss in losses if loss["agent_steps"]), key=lambda loss: -loss["agent_steps"]),
+        "undelivered": sum(loss["agent_steps"] for loss in losses),
         "lost": lost,
         "lost_share": lost / books.stepped if books.stepped else None,
         "balance": books.balance(),

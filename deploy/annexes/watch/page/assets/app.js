@@ -60,17 +60,17 @@ async function copyText(text, button) {
 function showLedger(parent, books) {
   if (!parent.firstChild) {
     const stage = (title) => make("div", {}, make("span", { text: title }), make("strong"), make("ul"));
-    parent.append(make("div", { class: "flow" }, stage("Stepped"), stage("Lost"), stage("On their way"),
+    parent.append(make("div", { class: "flow" }, stage("Stepped"), stage("Not delivered"), stage("On their way"),
       stage("Committed")), make("p", { class: "quiet" }));
   }
-  const [stepped, lost, queued, committed] = parent.firstChild.children;
+  const [stepped, undelivered, queued, committed] = parent.firstChild.children;
   const fill = (element, key, value, lines) => {
     element.dataset.of = key;
     say(element.children[1], whole(value));
     keyed(element.children[2], lines, (line) => line.key, () => make("li"), (item, line) => say(item, line.text));
   };
   fill(stepped, "stepped", books.stepped, []);
-  fill(lost, "lost", books.lost, books.losses.map((loss) => ({
+  fill(undelivered, "undelivered", books.undelivered, books.losses.map((loss) => ({
     key: `${loss.kind}/${loss.reason}`,
     text: `${whole(loss.agent_steps)} ${loss.kind}: ${loss.reason}${loss.meaning ? ` (${loss.meaning})` : ""}` })));
   fill(queued, "queued", books.queued, [
@@ -79,7 +79,7 @@ function showLedger(parent, books) {
   fill(committed, "committed", books.committed, isNumber(books.committed_share) && books.stepped
     ? [{ key: "share", text: `${percent(books.committed_share)} of all` }] : []);
   say(parent.lastChild, books.balance === 0
-    ? "The books balance: stepped = lost + on their way + committed, in agent steps."
+    ? "The books balance: stepped = not delivered + on their way + committed, in agent steps."
     : `The books are off by ${whole(books.balance)} agent steps: headrace audit names the row.`);
   parent.lastChild.classList.toggle("bad", books.balance !== 0);
 }
