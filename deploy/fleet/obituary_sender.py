@@ -88,6 +88,8 @@ class ObituarySender:
 
     A supervisor that does not read Redis repeats an obituary until the broker says that the books of that life are
     final. Then the sender deletes its recorder.
+
+    stopped: the `lives_before_stop`.
     """
 
     def __init__(
@@ -99,8 +101,10 @@ class ObituarySender:
         keys: ClientKeys | None = None,
         *,
         reads_redis: bool = True,
+        stopped: Container[Life] = (),
     ) -> None:
         self._loop = loop
+        self._stopped = stopped
         self._reads_redis = reads_redis
         self._endpoint, self._keys = endpoint, keys
         self._recorders = recorders
@@ -226,7 +230,7 @@ class ObituarySender:
             if (is_over and has_end) or life[0] not in slots or is_kept:
                 continue
             log.warning("the recorder of worker %d incarnation %d is lost: Redis knows the following", *life)
-            self.send(proved_obituary(life, row, settled.get(life, Settled())))
+            self.send(proved_obituary(life, row, settled.get(life, Settled()), self._lost_by(life)))
 
     def _send_ended(self, may_have_ended: Callable[[Life], bool], own: Container[Life]) -> None:
         for life, path in recorders_in(self._recorders):
@@ -242,7 +246,11 @@ class ObituarySender:
                 self._unreadable.add(life)
                 log.error("%s cannot be read, so its steps are not in the books; it is kept", path)
             else:
-                self.send(write_obituary(self._recorders, *life, _reason_left_over(reading)))
+                self.send(write_obituary(self._recorders, *life, _reason_left_over(reading, self._lost_by(life))))
+
+    def _lost_by(self, life: Life) -> Drop:
+        """Return the reason for batches of a life that only an earlier broker had."""
+        return Drop.SHUTDOWN if life in self._stopped else Drop.BROKER_LOST
 
     def delete_stored(self, rows: Mapping[Life, LedgerRow], folded: Mapping[int, FoldedLives] = NO_LIVES) -> None:
         """Delete the recorders of the dead whose final books stand in `rows` or `folded`, as read from Redis.
@@ -367,14 +375,21 @@ class ObituarySender:
             death.obituary = death.obituary.model_copy(update={"settled": ack.settled, "window": window})
 
 
-def proved_obituary(life: Life, row: LedgerRow | None, by_learner: Settled) -> Obituary:
+def lives_before_stop(books: Snapshot) -> set[Life]:
+    """Return the lives whose books the last broker had closed, if it stopped in order; else none."""
+    return set() if books.ended_unix_s is None else {life for life, row in books.rows.items() if row.closed}
+
+
+def proved_obituary(
+    life: Life, row: LedgerRow | None, by_learner: Settled, lost_by: Drop = Drop.BROKER_LOST
+) -> Obituary:
     """Return the obituary of a life without a recorder. The learner's position may be newer than the row."""
     totals, settled = (row.totals, row.settled) if row is not None else (WorkerTotals(), Settled())
     settled = max(settled, by_learner, key=lambda told: told.seq)
     if settled.seq > totals.seq:
         totals = _as_settled(totals, settled)
     totals = totals.model_copy(update={"module_steps": {}})  # a row has module steps of accepted batches only
-    reason = Discard.WORKER_KILLED if totals.open else Drop.BROKER_LOST
+    reason = Discard.WORKER_KILLED if totals.open else lost_by
     return Obituary(slot=life[0], incarnation=life[1], totals=totals, settled=settled, reason=reason)
 
 
@@ -403,13 +418,13 @@ def reason_of(record: ExitRecord | None) -> str:
     return reasons.get(record.exit_code, "worker_killed") if record is not None else "worker_killed"
 
 
-def _reason_left_over(reading: Reading | None) -> str:
+def _reason_left_over(reading: Reading | None, lost_by: Drop) -> str:
     """Return the reason for a life under an earlier supervisor.
 
-    If a broker had accepted everything, the broker was lost. Otherwise the worker was killed.
+    If a broker had accepted everything, return `lost_by`. Otherwise the worker was killed.
     """
     if reading is not None and not reading.totals.open and reading.accepted >= reading.totals.seq:
-        return Drop.BROKER_LOST
+        return lost_by
     return Discard.WORKER_KILLED
 
 
