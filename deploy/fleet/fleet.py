@@ -17,7 +17,7 @@ from headrace.broker.files.rendezvous_file import note_stopped
 from headrace.broker.files.state_file import BrokerFile, Endpoints, read_broker_file, write_broker_file
 from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, StartingPoint, choose_checkpoint
 from headrace.deploy.fleet.fleet_record import FleetRecord
-from headrace.deploy.fleet.obituary_sender import ObituarySender, lives_before_stop, reason_of
+from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of
 from headrace.deploy.fleet.scale import asked_workers, forget_asked_workers
 from headrace.deploy.fleet.snapshot_poller import INTERVAL_S, SnapshotPoller
 from headrace.deploy.fleet.watchdog import FleetWatchdog, first_sign_limits, recorders_by_slot, silence_limits
@@ -30,7 +30,7 @@ from headrace.deploy.process.child import Child
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.fork_server import ForkServer
-from headrace.deploy.process.recorders import Life, has_delivered, recorder_path, recorders_in
+from headrace.deploy.process.recorders import has_delivered, recorder_path, recorders_in
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.process.supervisor import ProcessSpec, Role, Service, ServiceState, Supervisor
 from headrace.deploy.report.progress import STALE_S
@@ -116,8 +116,8 @@ class Fleet:
         self._lease: FleetLease | None = None
         self._signals = signals
         self._obituary_sender: ObituarySender | None = None
-        self._stopped_before: set[Life] = set()
-        """As Redis had it before this run's broker began: that broker's first report removes `ended_unix_s`."""
+        self._books_before = Snapshot()
+        """What Redis had before this run's broker began, whose first report removes `ended_unix_s`."""
         self._watchdog: FleetWatchdog | None = None
         self._starting_point = StartingPoint()
         self._copier: CheckpointCopier | None = None
@@ -220,16 +220,10 @@ class Fleet:
     def _start_others(self) -> None:
         at, recorders = self.endpoints["worker"], self.run_dir.recorders
         keys = client_keys(self.config.keys.dir, "supervisor", self.config.keys.group)
-        self._obituary_sender = ObituarySender(
-            self.loop, at, self.fleet_id, recorders, keys, stopped=self._stopped_before
-        )
-        self._obituary_sender.send_unrecorded(
-            self.snapshot or Snapshot(),
-            self._ended_lives(),
-            self._starting_point.settled,
-            range(self.config.fleet.workers),
-        )
-        self._obituary_sender.send_left_over()
+        sender = ObituarySender(self.loop, at, self.fleet_id, recorders, keys, books=self._books_before)
+        self._obituary_sender = sender
+        sender.send_unrecorded(self._ended_lives(), self._starting_point.settled, range(self.config.fleet.workers))
+        sender.send_left_over()
         self._look_at_recorders()
         config, path, where = self.config, self.run_dir.config_json, self.run_dir.path
         if config.learner.enabled:
@@ -324,8 +318,8 @@ class Fleet:
             return
         self._process_reporter = ProcessReporter(url, self.fleet_id, self.processes, self._lease)
         self._choose_checkpoint(url)
-        self._stopped_before = lives_before_stop(self.snapshot or Snapshot())
-        steps = steps_at_start(self.snapshot or Snapshot(), self._ended_lives(), self.run_dir.recorders)
+        self._books_before = self.snapshot or Snapshot()
+        steps = steps_at_start(self._books_before, self._ended_lives(), self.run_dir.recorders)
         self.numbers_before = replace(self.numbers(), steps=steps)
 
     def _await_books(self, poller: SnapshotPoller, url: str) -> None:

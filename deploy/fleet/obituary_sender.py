@@ -89,7 +89,7 @@ class ObituarySender:
     A supervisor that does not read Redis repeats an obituary until the broker says that the books of that life are
     final. Then the sender deletes its recorder.
 
-    stopped: the `lives_before_stop`.
+    books: what Redis had when no broker of this supervisor had reported.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class ObituarySender:
         keys: ClientKeys | None = None,
         *,
         reads_redis: bool = True,
-        stopped: Container[Life] = (),
+        books: Snapshot | None = None,
     ) -> None:
         self._loop = loop
-        self._stopped = stopped
+        self._books = books or Snapshot()
         self._reads_redis = reads_redis
         self._endpoint, self._keys = endpoint, keys
         self._recorders = recorders
@@ -205,9 +205,7 @@ class ObituarySender:
         """
         self._send_ended(self._seen_living.__contains__, own)
 
-    def send_unrecorded(
-        self, books: Snapshot, ended: EndedLives, settled: Mapping[Life, Settled], slots: Container[int]
-    ) -> None:
+    def send_unrecorded(self, ended: EndedLives, settled: Mapping[Life, Settled], slots: Container[int]) -> None:
         """Send obituaries of lives in these `slots` that are not over in the books, and whose recorders are lost.
 
         A life is over once its books are closed and a learner has taken its end. The obituaries report what `books` in
@@ -215,9 +213,9 @@ class ObituarySender:
         unknown. A recorder of zeros is lost too: a file system that was aborted leaves it. Call it before
         `send_left_over`, and before any of the slots has a new life.
         """
-        rows = {**books.rows, **{(row.slot, row.incarnation): row for row in ended.rows}}
+        rows = {**self._books.rows, **{(row.slot, row.incarnation): row for row in ended.rows}}
         # A learner may know a life whose row had not reached any books when all processes were killed.
-        unheard = {life for life in settled if not books.is_folded(life)}
+        unheard = {life for life in settled if not self._books.is_folded(life)}
         for life in sorted(rows.keys() | unheard):
             row = rows.get(life)
             if life[0] in ended.folded and life[1] in ended.folded[life[0]]:
@@ -249,8 +247,9 @@ class ObituarySender:
                 self.send(write_obituary(self._recorders, *life, _reason_left_over(reading, self._lost_by(life))))
 
     def _lost_by(self, life: Life) -> Drop:
-        """Return the reason for batches of a life that only an earlier broker had."""
-        return Drop.SHUTDOWN if life in self._stopped else Drop.BROKER_LOST
+        """Return the reason for batches that only an earlier broker had; `SHUTDOWN` for one that stopped in order."""
+        row, ended = self._books.rows.get(life), self._books.ended_unix_s is not None
+        return Drop.SHUTDOWN if ended and row is not None and row.closed else Drop.BROKER_LOST
 
     def delete_stored(self, rows: Mapping[Life, LedgerRow], folded: Mapping[int, FoldedLives] = NO_LIVES) -> None:
         """Delete the recorders of the dead whose final books stand in `rows` or `folded`, as read from Redis.
@@ -375,14 +374,7 @@ class ObituarySender:
             death.obituary = death.obituary.model_copy(update={"settled": ack.settled, "window": window})
 
 
-def lives_before_stop(books: Snapshot) -> set[Life]:
-    """Return the lives whose books the last broker had closed, if it stopped in order; else none."""
-    return set() if books.ended_unix_s is None else {life for life, row in books.rows.items() if row.closed}
-
-
-def proved_obituary(
-    life: Life, row: LedgerRow | None, by_learner: Settled, lost_by: Drop = Drop.BROKER_LOST
-) -> Obituary:
+def proved_obituary(life: Life, row: LedgerRow | None, by_learner: Settled, lost_by: Drop) -> Obituary:
     """Return the obituary of a life without a recorder. The learner's position may be newer than the row."""
     totals, settled = (row.totals, row.settled) if row is not None else (WorkerTotals(), Settled())
     settled = max(settled, by_learner, key=lambda told: told.seq)

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from headrace.broker.files.books_file import EndedLives
-from headrace.deploy.fleet.obituary_sender import ObituarySender, lives_before_stop, reason_of, write_obituary
+from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of, write_obituary
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.exit_record import ExitRecord
 from headrace.deploy.run.redis_view import Snapshot
@@ -140,7 +140,7 @@ def test_the_obituary_of_a_worker_without_a_recorder_has_empty_totals(tmp_path: 
 
 @pytest.mark.parametrize("zeros", [0, 4096])
 def test_a_life_that_only_the_learner_still_knows_gets_an_obituary_unless_it_is_folded(
-    loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path, zeros: int
+    loop: EventLoop, registrar: Registrar, tmp_path: Path, zeros: int
 ) -> None:
     """All was killed after Redis had heard of its successor, and before it had the row of this life.
 
@@ -151,9 +151,11 @@ def test_a_life_that_only_the_learner_still_knows_gets_an_obituary_unless_it_is_
     settled = Settled(seq=10, committed=(5120, 284))
     row = LedgerRow(slot=1, incarnation=0, totals=WorkerTotals(), accepted=(0, 0), held=(0, 0), settled=settled)
     books = Snapshot(incarnations={0: 3, 1: 3}, folded={1: FoldedLives(highest=1, row=row)})
-    obituaries.send_unrecorded(books, EndedLives(), {(0, 1): settled, (1, 1): settled}, range(2))
+    obituaries = ObituarySender(loop, registrar.endpoint, FLEET, tmp_path, books=books)
+    obituaries.send_unrecorded(EndedLives(), {(0, 1): settled, (1, 1): settled}, range(2))
     obituaries.send_left_over()
     assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
+    obituaries.close()
     (taken,) = registrar.taken
     assert (taken.slot, taken.incarnation, taken.settled, taken.totals.stepped) == (0, 1, settled, 5120)
 
@@ -163,7 +165,7 @@ def test_a_recorder_that_can_be_read_or_of_a_life_without_steps_is_not_lost(
 ) -> None:
     leave_a_recorder(tmp_path, 0, 1)
     (tmp_path / "worker-1-1.rec").write_bytes(bytes(4096))
-    obituaries.send_unrecorded(Snapshot(), EndedLives(), {(0, 1): Settled(seq=1), (1, 1): Settled()}, range(2))
+    obituaries.send_unrecorded(EndedLives(), {(0, 1): Settled(seq=1), (1, 1): Settled()}, range(2))
     obituaries.send_left_over()
     assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
     assert {taken.slot: (taken.totals.stepped, taken.reason) for taken in registrar.taken} == {
@@ -274,8 +276,8 @@ def test_batches_of_an_earlier_broker_are_lost_by_shutdown_if_it_stopped_in_orde
         rows={**closed, (3, 1): row.model_copy(update={"slot": 3})},
         ended_unix_s=ended_unix_s,
     )
-    obituaries = ObituarySender(loop, registrar.endpoint, FLEET, tmp_path, stopped=lives_before_stop(books))
-    obituaries.send_unrecorded(books, EndedLives(), {}, range(5))
+    obituaries = ObituarySender(loop, registrar.endpoint, FLEET, tmp_path, books=books)
+    obituaries.send_unrecorded(EndedLives(), {}, range(5))
     obituaries.send_left_over()
     assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
     obituaries.close()
