@@ -116,6 +116,8 @@ class Fleet:
         self._lease: FleetLease | None = None
         self._signals = signals
         self._obituary_sender: ObituarySender | None = None
+        self._books_before = Snapshot()
+        """What Redis had before this run's broker began, whose first report removes `ended_unix_s`."""
         self._watchdog: FleetWatchdog | None = None
         self._starting_point = StartingPoint()
         self._copier: CheckpointCopier | None = None
@@ -218,14 +220,10 @@ class Fleet:
     def _start_others(self) -> None:
         at, recorders = self.endpoints["worker"], self.run_dir.recorders
         keys = client_keys(self.config.keys.dir, "supervisor", self.config.keys.group)
-        self._obituary_sender = ObituarySender(self.loop, at, self.fleet_id, recorders, keys)
-        self._obituary_sender.send_unrecorded(
-            self.snapshot or Snapshot(),
-            self._ended_lives(),
-            self._starting_point.settled,
-            range(self.config.fleet.workers),
-        )
-        self._obituary_sender.send_left_over()
+        sender = ObituarySender(self.loop, at, self.fleet_id, recorders, keys, books=self._books_before)
+        self._obituary_sender = sender
+        sender.send_unrecorded(self._ended_lives(), self._starting_point.settled, range(self.config.fleet.workers))
+        sender.send_left_over()
         self._look_at_recorders()
         config, path, where = self.config, self.run_dir.config_json, self.run_dir.path
         if config.learner.enabled:
@@ -320,7 +318,8 @@ class Fleet:
             return
         self._process_reporter = ProcessReporter(url, self.fleet_id, self.processes, self._lease)
         self._choose_checkpoint(url)
-        steps = steps_at_start(self.snapshot or Snapshot(), self._ended_lives(), self.run_dir.recorders)
+        self._books_before = self.snapshot or Snapshot()
+        steps = steps_at_start(self._books_before, self._ended_lives(), self.run_dir.recorders)
         self.numbers_before = replace(self.numbers(), steps=steps)
 
     def _await_books(self, poller: SnapshotPoller, url: str) -> None:

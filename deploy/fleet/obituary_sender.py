@@ -88,6 +88,8 @@ class ObituarySender:
 
     A supervisor that does not read Redis repeats an obituary until the broker says that the books of that life are
     final. Then the sender deletes its recorder.
+
+    books: what Redis had when no broker of this supervisor had reported.
     """
 
     def __init__(
@@ -99,8 +101,10 @@ class ObituarySender:
         keys: ClientKeys | None = None,
         *,
         reads_redis: bool = True,
+        books: Snapshot | None = None,
     ) -> None:
         self._loop = loop
+        self._books = books or Snapshot()
         self._reads_redis = reads_redis
         self._endpoint, self._keys = endpoint, keys
         self._recorders = recorders
@@ -201,9 +205,7 @@ class ObituarySender:
         """
         self._send_ended(self._seen_living.__contains__, own)
 
-    def send_unrecorded(
-        self, books: Snapshot, ended: EndedLives, settled: Mapping[Life, Settled], slots: Container[int]
-    ) -> None:
+    def send_unrecorded(self, ended: EndedLives, settled: Mapping[Life, Settled], slots: Container[int]) -> None:
         """Send obituaries of lives in these `slots` that are not over in the books, and whose recorders are lost.
 
         A life is over once its books are closed and a learner has taken its end. The obituaries report what `books` in
@@ -211,9 +213,9 @@ class ObituarySender:
         unknown. A recorder of zeros is lost too: a file system that was aborted leaves it. Call it before
         `send_left_over`, and before any of the slots has a new life.
         """
-        rows = {**books.rows, **{(row.slot, row.incarnation): row for row in ended.rows}}
+        rows = {**self._books.rows, **{(row.slot, row.incarnation): row for row in ended.rows}}
         # A learner may know a life whose row had not reached any books when all processes were killed.
-        unheard = {life for life in settled if not books.is_folded(life)}
+        unheard = {life for life in settled if not self._books.is_folded(life)}
         for life in sorted(rows.keys() | unheard):
             row = rows.get(life)
             if life[0] in ended.folded and life[1] in ended.folded[life[0]]:
@@ -226,7 +228,7 @@ class ObituarySender:
             if (is_over and has_end) or life[0] not in slots or is_kept:
                 continue
             log.warning("the recorder of worker %d incarnation %d is lost: Redis knows the following", *life)
-            self.send(proved_obituary(life, row, settled.get(life, Settled())))
+            self.send(proved_obituary(life, row, settled.get(life, Settled()), self._lost_by(life)))
 
     def _send_ended(self, may_have_ended: Callable[[Life], bool], own: Container[Life]) -> None:
         for life, path in recorders_in(self._recorders):
@@ -242,7 +244,12 @@ class ObituarySender:
                 self._unreadable.add(life)
                 log.error("%s cannot be read, so its steps are not in the books; it is kept", path)
             else:
-                self.send(write_obituary(self._recorders, *life, _reason_left_over(reading)))
+                self.send(write_obituary(self._recorders, *life, _reason_left_over(reading, self._lost_by(life))))
+
+    def _lost_by(self, life: Life) -> Drop:
+        """Return the reason for batches that only an earlier broker had; `SHUTDOWN` for one that stopped in order."""
+        row, ended = self._books.rows.get(life), self._books.ended_unix_s is not None
+        return Drop.SHUTDOWN if ended and row is not None and row.closed else Drop.BROKER_LOST
 
     def delete_stored(self, rows: Mapping[Life, LedgerRow], folded: Mapping[int, FoldedLives] = NO_LIVES) -> None:
         """Delete the recorders of the dead whose final books stand in `rows` or `folded`, as read from Redis.
@@ -367,14 +374,14 @@ class ObituarySender:
             death.obituary = death.obituary.model_copy(update={"settled": ack.settled, "window": window})
 
 
-def proved_obituary(life: Life, row: LedgerRow | None, by_learner: Settled) -> Obituary:
+def proved_obituary(life: Life, row: LedgerRow | None, by_learner: Settled, lost_by: Drop) -> Obituary:
     """Return the obituary of a life without a recorder. The learner's position may be newer than the row."""
     totals, settled = (row.totals, row.settled) if row is not None else (WorkerTotals(), Settled())
     settled = max(settled, by_learner, key=lambda told: told.seq)
     if settled.seq > totals.seq:
         totals = _as_settled(totals, settled)
     totals = totals.model_copy(update={"module_steps": {}})  # a row has module steps of accepted batches only
-    reason = Discard.WORKER_KILLED if totals.open else Drop.BROKER_LOST
+    reason = Discard.WORKER_KILLED if totals.open else lost_by
     return Obituary(slot=life[0], incarnation=life[1], totals=totals, settled=settled, reason=reason)
 
 
@@ -403,13 +410,13 @@ def reason_of(record: ExitRecord | None) -> str:
     return reasons.get(record.exit_code, "worker_killed") if record is not None else "worker_killed"
 
 
-def _reason_left_over(reading: Reading | None) -> str:
+def _reason_left_over(reading: Reading | None, lost_by: Drop) -> str:
     """Return the reason for a life under an earlier supervisor.
 
-    If a broker had accepted everything, the broker was lost. Otherwise the worker was killed.
+    If a broker had accepted everything, return `lost_by`. Otherwise the worker was killed.
     """
     if reading is not None and not reading.totals.open and reading.accepted >= reading.totals.seq:
-        return Drop.BROKER_LOST
+        return lost_by
     return Discard.WORKER_KILLED
 
 

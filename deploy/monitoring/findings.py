@@ -82,7 +82,8 @@ def _left_and_lost(facts: Facts) -> str:
     books = facts.snapshot.fleet
     if not books.queued:
         return losses_in_words(books)
-    return f"{books.queued:,} agent steps still queued. {losses_in_words(books, '')}".rstrip()
+    later = ", dropped when the run goes on unless the learner saved them" if facts.snapshot.ended_unix_s else ""
+    return f"{books.queued:,} agent steps still queued{later}. {losses_in_words(books, '')}".rstrip()
 
 
 def _observations(facts: Facts) -> Iterator[Observation]:

@@ -135,6 +135,8 @@ def print_summary(summary: Summary, stream: TextIO) -> None:
     else:
         console.print(ledger_table(summary.ledger))
         console.print(verdict(summary))
+        if summary.ledger.queued and summary.failure is None:
+            console.print("queued steps are dropped as `shutdown` when the run goes on, unless the learner saved them")
 
 
 def next_command(summary: Summary, config: FleetConfig) -> str:

@@ -509,6 +509,10 @@ FINE = {
         told(having("supervisor", state="stopped"), fleet=FleetLedger(queued=1200)),
         r"Ended. 9,000 env steps. 1,200 agent steps still queued.$",
     ),
+    "has ended in order with steps under way": (
+        told(having("supervisor", state="stopped"), fleet=FleetLedger(queued=1200), ended_unix_s=NOW),
+        r"Ended. .* still queued, dropped when the run goes on unless the learner saved them.$",
+    ),
     "has ended, and its Redis with it": (
         replace(having("supervisor", state="stopped"), snapshot=EMPTY, redis_error="refused"),
         "Ended. Its books are not known",

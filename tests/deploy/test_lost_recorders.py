@@ -57,7 +57,7 @@ def close(stored: LedgerRow | None, position: int, *, learner_first: bool) -> Le
         window_bytes=1 << 20,
         position=[SourcePosition(slot=0, incarnation=3, settled=settled(position))],
     )
-    obituary = proved_obituary(LIFE, stored, settled(position))
+    obituary = proved_obituary(LIFE, stored, settled(position), Drop.BROKER_LOST)
     first, second = ((b"l", hello), (b"s", obituary))[:: 1 if learner_first else -1]
     core.receive(b"s", SupervisorHello(fleet_id=FLEET, token="supervisor"), 1.0)
     core.receive(*first, 1.0)

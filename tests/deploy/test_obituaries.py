@@ -140,7 +140,7 @@ def test_the_obituary_of_a_worker_without_a_recorder_has_empty_totals(tmp_path: 
 
 @pytest.mark.parametrize("zeros", [0, 4096])
 def test_a_life_that_only_the_learner_still_knows_gets_an_obituary_unless_it_is_folded(
-    loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path, zeros: int
+    loop: EventLoop, registrar: Registrar, tmp_path: Path, zeros: int
 ) -> None:
     """All was killed after Redis had heard of its successor, and before it had the row of this life.
 
@@ -151,9 +151,11 @@ def test_a_life_that_only_the_learner_still_knows_gets_an_obituary_unless_it_is_
     settled = Settled(seq=10, committed=(5120, 284))
     row = LedgerRow(slot=1, incarnation=0, totals=WorkerTotals(), accepted=(0, 0), held=(0, 0), settled=settled)
     books = Snapshot(incarnations={0: 3, 1: 3}, folded={1: FoldedLives(highest=1, row=row)})
-    obituaries.send_unrecorded(books, EndedLives(), {(0, 1): settled, (1, 1): settled}, range(2))
+    obituaries = ObituarySender(loop, registrar.endpoint, FLEET, tmp_path, books=books)
+    obituaries.send_unrecorded(EndedLives(), {(0, 1): settled, (1, 1): settled}, range(2))
     obituaries.send_left_over()
     assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
+    obituaries.close()
     (taken,) = registrar.taken
     assert (taken.slot, taken.incarnation, taken.settled, taken.totals.stepped) == (0, 1, settled, 5120)
 
@@ -163,7 +165,7 @@ def test_a_recorder_that_can_be_read_or_of_a_life_without_steps_is_not_lost(
 ) -> None:
     leave_a_recorder(tmp_path, 0, 1)
     (tmp_path / "worker-1-1.rec").write_bytes(bytes(4096))
-    obituaries.send_unrecorded(Snapshot(), EndedLives(), {(0, 1): Settled(seq=1), (1, 1): Settled()}, range(2))
+    obituaries.send_unrecorded(EndedLives(), {(0, 1): Settled(seq=1), (1, 1): Settled()}, range(2))
     obituaries.send_left_over()
     assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
     assert {taken.slot: (taken.totals.stepped, taken.reason) for taken in registrar.taken} == {
@@ -256,18 +258,31 @@ def test_a_restarted_broker_gets_all_obituaries_with_the_settled_batches(loop: E
     second.close()
 
 
-def test_leftover_recorders_have_the_reason_worker_killed_or_broker_lost(
-    loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
+@pytest.mark.parametrize(("ended_unix_s", "lost_by"), [(None, "broker_lost"), (1_000.0, "shutdown")])
+def test_batches_of_an_earlier_broker_are_lost_by_shutdown_if_it_stopped_in_order(
+    loop: EventLoop, registrar: Registrar, tmp_path: Path, ended_unix_s: float | None, lost_by: str
 ) -> None:
+    """Worker 4 is of a second broker, which was killed before it reported: what it had is no loss of the stop."""
     leave_a_recorder(tmp_path, 0, 1)
-    orderly = Recorder(tmp_path / "worker-1-1.rec", 1, 1)
-    batch = HeldBatch(seq=1, steps=20, chunks=2)
-    orderly.totals(WorkerTotals(seq=1, stepped=20, shipped=20, shipped_chunks=2), batch)
-    orderly.settled(Settled(), accepted=1)
-    orderly.close()
+    totals = WorkerTotals(seq=1, stepped=20, shipped=20, shipped_chunks=2)
+    for slot in (1, 3, 4):
+        orderly = Recorder(tmp_path / f"worker-{slot}-1.rec", slot, 1)
+        orderly.totals(totals, HeldBatch(seq=1, steps=20, chunks=2))
+        orderly.settled(Settled(), accepted=1)
+        orderly.close()
+    row = LedgerRow(slot=1, incarnation=1, totals=totals, accepted=(20, 2), held=(20, 2), settled=Settled())
+    closed = {(slot, 1): row.model_copy(update={"slot": slot, "closed": True}) for slot in (0, 1, 2)}
+    books = Snapshot(
+        rows={**closed, (3, 1): row.model_copy(update={"slot": 3})},
+        ended_unix_s=ended_unix_s,
+    )
+    obituaries = ObituarySender(loop, registrar.endpoint, FLEET, tmp_path, books=books)
+    obituaries.send_unrecorded(EndedLives(), {}, range(5))
     obituaries.send_left_over()
     assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
-    assert {o.slot: o.reason for o in registrar.taken} == {0: "worker_killed", 1: "broker_lost"}
+    obituaries.close()
+    reasons = {obituary.slot: obituary.reason for obituary in registrar.taken}
+    assert reasons == {0: "worker_killed", 1: lost_by, 2: lost_by, 3: "broker_lost", 4: "broker_lost"}
 
 
 def test_files_that_are_no_readable_recorders_are_left_alone(
