@@ -66,7 +66,7 @@ def test_a_whole_message_of_many_frames_is_refused_and_costs_no_objects(served: 
 @pytest.mark.parametrize("role", ["worker", "learner", "weights"])
 def test_a_frame_above_the_ports_limit_ends_its_connection(served: tuple[Process, Endpoints], role: str) -> None:
     with RawZmtp(getattr(served[1], role), TYPES[role]) as stranger:
-        stranger.send(head(1 << 40, more=False))
+        stranger.send(head(300 << 20, more=False))
         wait_until(stranger.is_cut, "the end of the connection")
 
 
