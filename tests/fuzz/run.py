@@ -8,7 +8,7 @@ target and its seed, which go into `corpus.json`; `python tests/fuzz/run.py 0 TA
     worker      a worker's session and weights, from a broker that lies
     env-port    a worker's port for env hosts, from hosts that lie beside an honest one
     env-host    an env host, from a worker that lies
-    serving     a policy server, from clients with keys by ZeroMQ, and by HTTP
+    serving     policy servers of one agent and of several, from clients by ZeroMQ and by HTTP
     raw         a broker's Unix sockets and a policy server's port, from peers that speak ZMTP by hand
     files       the files of a run directory
     redis       the values in Redis

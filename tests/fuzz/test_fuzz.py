@@ -35,7 +35,7 @@ from headrace.workers.serving.serving_messages import ClientHello
 from support.serving.served import Served
 
 SCHEDULES = {
-    **{"broker": 1, "learner": 2, "worker": 2, "env-port": 1, "env-host": 1, "serving": 6, "files": 4, "redis": 4},
+    **{"broker": 1, "learner": 2, "worker": 2, "env-port": 1, "env-host": 1, "serving": 12, "files": 4, "redis": 4},
     **{"raw": 6, "fleet": 2, "keyed-fleet": 2},
 }
 """About a second each; a whole fleet takes half a minute. Their number is fixed: a fast machine plays no others.

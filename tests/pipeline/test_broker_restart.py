@@ -9,7 +9,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import orjson
 import pytest
 
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
@@ -17,6 +19,7 @@ from headrace.broker.files.state_file import file_path, read_broker_file
 from headrace.broker.sessions.core import BrokerCore
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
+from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.credentials.tokens import digest_of
 from headrace.schemas.errors import FencedError, RunDirError
@@ -265,3 +268,21 @@ def test_a_broker_that_cannot_write_its_state_serves_those_who_have_joined_and_l
         known = read_broker_file(tmp_path)
         assert known is not None
         assert known.incarnations == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        {"epoch": MOST_EPOCH + 1},
+        {"incarnations": {"0": MOST_LIVES + 1}},
+        {"incarnations": {str(2**63): 1}},
+        {"owners": {"0": "../x"}},
+    ],
+)
+def test_a_state_file_with_numbers_out_of_bounds_is_refused_as_damaged(
+    poison: dict[str, Any], tmp_path: Path, start_broker: StartBroker
+) -> None:
+    start_broker().stop()
+    file_path(tmp_path).write_bytes(orjson.dumps(orjson.loads(file_path(tmp_path).read_bytes()) | poison))
+    with pytest.raises(RunDirError, match=r"broker\.json is damaged \(ValidationError\)"):
+        start_broker()

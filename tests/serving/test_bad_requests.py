@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ import orjson
 import pytest
 import zmq
 
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.schemas.errors.serving import (
     MessageTooLargeError,
@@ -33,7 +33,6 @@ from headrace.workers.serving.serving_messages import (
     EpisodeStart,
     EpisodeStep,
 )
-from headrace.workers.serving.single_frame import split_frame
 from headrace.workers.serving.space_codec import read_each
 from support.refusals import refused
 from support.serving.plain_episodes import SPACES, rule
@@ -250,6 +249,31 @@ def test_a_message_over_the_cap_is_refused_before_it_is_sent_or_read(way: Any, s
             way.step(way.name, 1, [1, 2], info=info)
 
 
+def test_a_message_nearly_as_large_as_the_cap_is_taken() -> None:
+    with Served() as server, PolicyClient(server.endpoint) as client:
+        episode = client.start_episode()
+        for step, size in enumerate((0, 1 << 15, LIMITS.max_message_bytes - 1024, 0)):
+            if step:
+                client.log_returns(episode, 1.0, {"text": "x" * size})
+            assert client.get_action(episode, [step, 1]) == rule([step, 1])
+        client.end_episode(episode, [9, 1])
+    assert [len(info["text"]) for info in server.episodes.episodes[episode].infos] == [1 << 15, 65536 - 1024, 0]
+
+
+@pytest.mark.long
+def test_an_observation_of_more_than_99999999_bytes_is_one_step() -> None:
+    """The reference loses its place in the stream here: its header has eight decimal digits for the length."""
+    spaces = Spaces(observation=Box(shape=(12_500_001,), dtype="<f8"), action=Discrete(n=1000))
+    limits = replace(LIMITS, max_message_bytes=1 << 27)
+    with Served(limits, spaces=spaces) as server, PolicyClient(server.endpoint) as client:
+        episode, seen = client.start_episode(), np.zeros(12_500_001)
+        for step in range(2):
+            seen[1] = step
+            assert client.get_action(episode, seen) == step
+        client.abort_episode(episode)
+    assert server.episodes.episodes[episode].actions == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "status"),
     [
@@ -312,41 +336,3 @@ def test_an_observation_at_which_the_server_fails_costs_no_other_its_row() -> No
     first, failed, last = read_each(read_all, [5, 0, 2])
     assert (first, last) == (2, 5)
     assert isinstance(failed, ZeroDivisionError)
-
-
-def _garbled(good: list[bytes], rng: random.Random) -> list[bytes]:
-    """The frames with some bytes changed, and sometimes with one frame more or fewer."""
-    frames = [bytearray(frame) for frame in good]
-    frame = rng.choice(frames)
-    for _ in range(rng.randrange(1, 4)):
-        frame[rng.randrange(len(frame))] = rng.randrange(256)
-    if rng.random() < 0.2:
-        frames.append(bytearray(rng.randbytes(20)))
-    if rng.random() < 0.2:
-        del frames[rng.randrange(1, len(frames)) :]
-    return [bytes(frame) for frame in frames]
-
-
-def test_garbage_on_either_port_harms_no_client(way: Any, shared: Served) -> None:
-    """Frames of valid requests with bytes of them changed, cut or doubled, and bytes of no protocol at all."""
-    rng = random.Random(4)
-    step = EpisodeStep(session=way.name, token="own-token", episode=way.name, step=1)
-    good = [bytes(f) for f in encode(step.KIND, step.model_dump(), {"obs": np.ones(2, np.float32)})]
-    for _ in range(6):  # connections, since a stranger may send no more than STRANGE_MESSAGES on one
-        with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
-            sock.linger = 0
-            sock.connect(shared.endpoint)
-            for _ in range(50):
-                frames = _garbled(good, rng)
-                if frames == good:
-                    continue
-                sock.send_multipart(frames)
-                assert sock.poll(100_000), "no answer"
-                told = decode(split_frame(sock.recv_multipart()))
-                assert told.kind is ClientReject.KIND, told
-                assert told.header["error"] in ("bad_request", "not_in_space")
-            sock.send(b"x" * 2 * LIMITS.max_message_bytes)  # libzmq ends this connection
-    for port in (shared.endpoint.rsplit(":", 1)[1], shared.url.rsplit(":", 1)[1]):
-        for _ in range(5):
-            with socket.create_connection(("127.0.0.1", int(port))) as raw:
-                raw.sendall(rng.randbytes(300))

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import random
-import re
-import threading
-from collections import Counter
 from collections.abc import Iterator
 
 import orjson
 import pytest
 
-from headrace.schemas.errors.serving import HTTP_STATUS
-from support.serving.other_client import somebody_else
 from support.serving.raw_http import HEALTH, RawHttp, head, put
 from support.serving.served import Served
 
 EPISODE = "/v1/sessions/s/episodes/e"
 STEP = f"{EPISODE}/steps/0"
-CASES = 2000
-_FRAMED = re.compile(rb"HTTP/1\.1 (\d{3}) [A-Za-z ]+\r\n(?:[a-z-]+: [^\r\n]*\r\n)+\r\n")
 
 
 @pytest.fixture(scope="module")
@@ -155,65 +147,3 @@ def test_head_gets_no_body_and_expect_continue_gets_a_100(server: Served) -> Non
         client.read = b""
         client.say(b"{}")
         assert client.hear().status == 200
-
-
-def mutated(rng: random.Random, good: bytes) -> bytes:
-    """Cut, doubled, overwritten, with bytes or a line of another kind in it."""
-    data = bytearray(good)
-    for _ in range(rng.choice([0, 1, 1, 2, 4])):
-        at, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
-        match rng.randrange(7):
-            case 0:
-                del data[at:]
-            case 1:
-                del data[at : at + rng.randrange(8)]
-            case 2:
-                data[at:at] = data[at:end]
-            case 3:
-                data[at : at + 1] = rng.randbytes(rng.randrange(3))
-            case 4:
-                data[at:at] = rng.choice([b"\r\n", b"\r\n\r\n", b"\x00", b": ", b" ", b"%", b"0\r\n\r\n", b"HTTP/1.1"])
-            case 5:
-                data[at:at] = rng.choice(
-                    [b"Content-Length: 7\r\n", b"Transfer-Encoding: chunked\r\n", b"Expect: x\r\n"]
-                )
-            case 6:
-                data[at : at + 4] = str(rng.choice([-1, 0, 65536, 2**63, 10**30])).encode()
-        if not data:
-            break
-    return bytes(data)
-
-
-def test_mutated_requests_get_json_or_no_answer_and_harm_no_other_client() -> None:
-    rng, told = random.Random(11), Counter[int]()
-    step = put("/v1/sessions/f/episodes/f/steps/0", b'{"observation": [1, 2], "reward": 0.0, "info": {"a": 1}}')
-    chunked = head("/v1/sessions/f/episodes/g", "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\n\r\n"
-    good = [step, step, chunked, put("/v1/sessions/f"), put("/v1/sessions/f/episodes/f"), HEALTH, step + HEALTH]
-    with Served() as server, somebody_else(server) as go_on:
-        for case in range(CASES):
-            with RawHttp(server.url) as client:
-                data, cut = mutated(rng, rng.choice(good)), rng.random()
-                client.say(data[: int(len(data) * cut)] if cut < 0.2 else data)
-                client.said_all()
-                for status, body in answers(client.rest()):
-                    assert status < 500 or HTTP_STATUS.get(body["error"]) == status, (data, body)
-                    told[status] += 1
-            if case % 100 == 0:
-                go_on()
-        assert set(server.counts()) == {"sessions", "episodes", "remembered"}
-        assert threading.active_count() < 12
-    assert min(told[status] for status in (200, 400, 404)) > 20, told
-
-
-def answers(raw: bytes) -> Iterator[tuple[int, dict[str, object]]]:
-    """All that were sent, each whole and in JSON."""
-    while raw:
-        if raw.startswith(b"HTTP/1.1 100 Continue\r\n\r\n"):
-            raw = raw.partition(b"\r\n\r\n")[2]
-            continue
-        found = _FRAMED.match(raw)
-        assert found is not None, raw
-        size = int(found[0].split(b"content-length: ")[1].split(b"\r\n")[0])
-        body, raw = raw[found.end() : found.end() + size], raw[found.end() + size :]
-        assert len(body) == size
-        yield int(found[1]), orjson.loads(body)

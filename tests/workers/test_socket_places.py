@@ -1,4 +1,4 @@
-"""A worker's Unix socket: one server at a time, and a killed server blocks no later one."""
+"""A worker's Unix socket: one server at a time, a killed server blocks no later one, and frames are bounded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import zmq
 from headrace.schemas.errors import PortInUseError
 from headrace.schemas.peers.socket_folder import SocketPlace
 from headrace.workers.envs.remote.router_port import RouterPort
+from support.raw_zmtp import RawZmtp, head
 from support.socket_folders import socket_folder
-from support.waiting import TIMEOUT_S
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -81,3 +82,10 @@ print(place.folder, place.folder.exists())
     found, is_there = run(code).stdout.split()
     assert is_there == "True"
     assert not Path(found).exists(), "it ends with the program"
+
+
+def test_a_frame_too_large_ends_its_connection_alone(folder: Path) -> None:
+    with closing(serve(folder)) as port, RawZmtp(port.endpoint) as huge, RawZmtp(port.endpoint) as other:
+        huge.send(head(300 << 20, more=False))
+        wait_until(huge.is_cut, "the end of its connection")
+        assert not other.is_cut()
