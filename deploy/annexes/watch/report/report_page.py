@@ -247,12 +247,7 @@ def _restarts(facts: Mapping[str, Any]) -> Iterator[str]:
         said = ", ".join(f"{count} ({role})" for role, count in by_role.items())
         yield paragraph(f"{said}{since}.")
     rows = [
-        (
-            str(one.get("name")),
-            str(one.get("state")),
-            _bounded(one.get("last_words") or ""),
-            _count(one.get("restarts")),
-        )
+        (*(_bounded(one.get(key) or "") for key in ("name", "state", "last_words")), _count(one.get("restarts")))
         for one in facts["processes"][:MOST_ROWS]
     ]
     if rows:
