@@ -59,7 +59,7 @@ def how_to_connect(
         if last := named_learner(lease):
             command, heard = start_of_learner(lease, run_dir), number(lease.get("heard_unix_s"))
             when = time.strftime(" at %Y-%m-%d %H:%M:%S", time.localtime(heard)) if heard else ""
-            yield f"{last} was last heard of{when}{f'; start it again: {command}' if command else ''}"
+            yield f"{last} was last heard of{when}; start it again{f': {command}' if command else ''}"
         else:
             yield f"connect a learner of your own:\n{_learner_lines(config, at)}"
         if not last and not (run_dir / NEWEST_FILE).exists():
@@ -107,7 +107,7 @@ def named_learner(lease: Mapping[str, Any]) -> str:
 
 
 def start_of_learner(lease: Mapping[str, Any], run_dir: Path) -> str:
-    """Return what starts the learner that came last again, without its arguments; "" where nothing to paste does.
+    """Return what starts the learner that came last again; "" for one of one's own, whose arguments are not known.
 
     Without a last one: the code that connects one.
     """
@@ -116,9 +116,7 @@ def start_of_learner(lease: Mapping[str, Any], run_dir: Path) -> str:
         return f'EpisodeStream.of("{run_dir}")'
     if Path(program).name == "headrace" or program.startswith("python -m headrace"):
         return f"headrace learner --run-dir {run_dir}"
-    if program == "python" or program.startswith("python -m ipykernel"):
-        return ""
-    return program if program.startswith("python -m ") else f"python {shlex.quote(program)}"
+    return ""
 
 
 def client_addresses(at: Endpoints) -> str:

@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from headrace.deploy.annexes.policies.episode_video import EpisodeVideo
-from headrace.deploy.annexes.policies.evaluation import Evaluation, PlaySettings
+from headrace.deploy.annexes.policies.evaluation import Evaluation, PlaySettings, in_words
 from headrace.schemas.errors import ConfigError, EnvError, ExitCode
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
@@ -72,6 +72,8 @@ def test_an_env_that_fails_plays_another_episode_instead() -> None:
     told = played(config, PlaySettings(episodes=200))
     assert told["episodes"] == 200
     assert told["aborted"] > 0
+    assert in_words(told).splitlines()[-1].startswith(f"aborted {told['aborted']}: ")
+    assert "aborted" not in in_words({**told, "aborted": 0})
     assert set(np.unique([told["length"]["min"], told["length"]["max"]])) == {3, 7}
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from headrace.deploy.annexes.watch.report.report_command import write_report
 from headrace.deploy.annexes.watch.report.run_series import MOST_DRAWN, RunSeries
+from headrace.deploy.annexes.watch.state.shown_figures import PAGE_CHARTS, REPORT_CHARTS
 from headrace.deploy.report.run_rows import fleet_row
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.redis_keys import labelled
@@ -110,7 +111,7 @@ def test_time_without_a_fleet_does_not_count_and_changes_are_marked() -> None:
         ]
     )
     assert series.columns["x"].points() == [(10.0, 1.0), (30.0, 2.0), (35.0, 3.0), (45.0, 4.0), (50.0, 5.0)]
-    assert series.runs == 2
+    assert series.starts == [0.0, 30.0]
     said = [
         (30.0, "worker restarted"),
         (30.0, "the run goes on"),
@@ -142,6 +143,36 @@ def test_few_rows_are_drawn_as_they_are() -> None:
     series = RunSeries([row(1002.0, 2.0, x=None), learned, row(1003.0, 3.0, x=4.0)])
     assert series.drawn(["x", "loss"]) == ([2.5, 3.0], {"x": [None, 4.0], "loss": [0.1, None]})
     assert RunSeries([row(1000.0, 7.0, x=0.0)]).drawn(["x"]) == ([7.0], {"x": [0.0]})
+
+
+def test_the_report_draws_the_rate_of_committed_steps_and_no_count_among_rates(tmp_path: Path) -> None:
+    told = [(10.0, 100), (20.0, 600), (30.0, 500), (35.0, 500), (5.0, 900), (10.0, 910)]
+    starts = [1000.0, 1000.0, 1000.0, 1000.0, 5000.0, 5000.0]
+    lines = [
+        row(start + at, at, committed_steps=n, queued_steps=0) for start, (at, n) in zip(starts, told, strict=True)
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    files(tmp_path, summary={"state": "ended"})
+    drawn = charts_of(reported(tmp_path)[0])
+    (throughput,) = (chart for chart in drawn["charts"] if chart["unit"] == "steps/s")
+    assert [line["name"] for line in throughput["lines"]] == ["committed_steps_per_s"]
+    assert drawn["unix_s"] == [10.0, 20.0, 30.0, 35.0, 35.0, 40.0, 45.0]
+    assert drawn["curves"]["committed_steps_per_s"] == [None, 50.0, None, 0.0, None, None, 2.0]
+    for chart in (*PAGE_CHARTS, *REPORT_CHARTS):
+        rates = {"_per_s" in line["name"] for line in chart["lines"]}
+        assert rates == {"/s" in chart["unit"]} or chart["title"] == "Clients", chart["title"]
+
+
+@pytest.mark.parametrize("rows_of_each", [3, 1000])
+def test_a_moment_without_values_separates_two_starts_of_a_fleet(rows_of_each: int) -> None:
+    rows = [row(start + n, float(n), x=start) for start in (1000.0, 9000.0) for n in range(1, rows_of_each + 1)]
+    times, curves = RunSeries(rows).drawn(["x", "env_steps"])
+    (gap,) = (n for n, value in enumerate(curves["x"]) if value is None)
+    assert curves["env_steps"][gap] is None
+    assert times[gap] == rows_of_each
+    assert times == sorted(times)
+    assert set(curves["x"][:gap]) == {1000.0}
+    assert set(curves["x"][gap + 1 :]) == {9000.0}, "no mean across the starts"
 
 
 def test_names_of_columns_cannot_end_the_json_of_a_report(tmp_path: Path) -> None:

@@ -236,14 +236,16 @@ class _Progress:
 
 def in_words(told: Mapping[str, Any]) -> str:
     """Return the result of `EpisodeScores.as_json` for people: a line for all, and one for each agent and policy."""
+    aborted = f"\naborted {told['aborted']}: an env failed, and played another episode" if told["aborted"] else ""
     if not told["episodes"]:
-        return "no episode has ended"
+        return f"no episode has ended{aborted}"
     lines = [("return", told["return"]), ("length", told["length"])]
     for name, title in (("return_by_agent", "return of agent"), ("return_by_policy", "return of policy")):
         lines += [(f"{title} {key}", own) for key, own in told.get(name, {}).items()]
     width = max(len(title) for title, _ in lines)
-    return "\n".join(
+    rows = (
         f"{title:<{width}}  mean {d['mean']:.4g}  std {d['std']:.4g}  min {d['min']:.4g}  5% {d['q05']:.4g}  "
         f"25% {d['q25']:.4g}  median {d['median']:.4g}  75% {d['q75']:.4g}  95% {d['q95']:.4g}  max {d['max']:.4g}"
         for title, d in lines
     )
+    return "\n".join(rows) + aborted

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import orjson
@@ -29,7 +28,7 @@ def write_report(run_dir: Path, out: Path | None, table: Path | None, json: Path
     facts, series = read_run(run_dir)
     written = [(out or run_dir / REPORT, report_html(facts, series).encode())]
     if table is not None:
-        written.append((table, b"".join(_csv(run_dir))))
+        written.append((table, _csv(run_dir)))
     if json is not None:
         document = {**facts, "series": series_of(series)}
         written.append((json, orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)))
@@ -37,13 +36,15 @@ def write_report(run_dir: Path, out: Path | None, table: Path | None, json: Path
         _write(path, content)
 
 
-def _csv(run_dir: Path) -> Iterator[bytes]:
+def _csv(run_dir: Path) -> bytes:
     columns = dict.fromkeys(COLUMNS)
     for row in rows_of(run_dir):
         columns.update(dict.fromkeys(row))
-    yield _csv_lines([list(columns)])
-    for row in rows_of(run_dir):
-        yield _csv_lines([[row.get(name, "") for name in columns]])
+    text = io.StringIO()
+    table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows_of(run_dir))
+    return text.getvalue().encode()
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -55,9 +56,3 @@ def _write(path: Path, content: bytes) -> None:
     with writing(path):
         replace_private(path, content)
     say(f"written: {path}", sys.stderr)
-
-
-def _csv_lines(rows: Iterable[Sequence[float | int | str]]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue().encode()

@@ -148,8 +148,7 @@ def _charts(series: RunSeries) -> Iterator[Chart]:
     by_policy = [name for name in series.names("policies/") if name.endswith("/return_mean")]
     yield chart("Mean return by policy", (_line(name, _bounded(name.split("/")[1])) for name in by_policy))
     for known in REPORT_CHARTS:
-        names = {name for name in series.columns if "/s" not in known["unit"] or "_per_s" in name}  # no count as a rate
-        lines = [line for line in known["lines"] if line["name"] in names][:MOST_CURVES]
+        lines = [line for line in known["lines"] if line["name"] in series.columns][:MOST_CURVES]
         bands = [band for band in known["bands"] if {*band[:2]} <= series.columns.keys()]
         if known["title"] == "Return of episodes" and _EVALUATED in series.columns:
             lines.append({**_line(_EVALUATED, "evaluation"), "dots": True})
@@ -248,12 +247,7 @@ def _restarts(facts: Mapping[str, Any]) -> Iterator[str]:
         said = ", ".join(f"{count} ({role})" for role, count in by_role.items())
         yield paragraph(f"{said}{since}.")
     rows = [
-        (
-            str(one.get("name")),
-            str(one.get("state")),
-            _bounded(one.get("last_words") or ""),
-            _count(one.get("restarts")),
-        )
+        (*(_bounded(one.get(key) or "") for key in ("name", "state", "last_words")), _count(one.get("restarts")))
         for one in facts["processes"][:MOST_ROWS]
     ]
     if rows:

@@ -62,7 +62,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], RunSeries]:
         "ended_unix_s": told.get("ended_unix_s") if state == "ended" else None,
         "written_unix_s": round(time.time(), 3),
         "seconds": round(series.end_s, 3),
-        "starts": max(series.runs, 1),
+        "starts": len(series.starts),
         "versions": _object(told, "versions"),
         "machine": _object(told, "machine"),
         "numbers": _numbers(snapshot, told if state == "ended" else {}, series),
@@ -87,11 +87,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], RunSeries]:
 def series_of(series: RunSeries) -> dict[str, Any]:
     """Return the curves as plain values for JSON: column -> elapsed_s, env_steps and value, equally long lists."""
     return {
-        name: {
-            "elapsed_s": list(column.elapsed_s),
-            "env_steps": list(column.env_steps),
-            "value": list(column.values),
-        }
+        name: {"elapsed_s": list(column.elapsed_s), "env_steps": list(column.env_steps), "value": list(column.values)}
         for name, column in series.columns.items()
     }
 
@@ -219,9 +215,8 @@ def _restarts(told: Mapping[str, Any], series: RunSeries) -> dict[str, int]:
 def _processes(page: FleetFile, told: Mapping[str, Any], state: str) -> list[dict[str, Any]]:
     if state == "ended" and isinstance(told.get("processes"), list):
         return [process for process in told["processes"] if isinstance(process, dict)]
-    living = [entry.model_dump(include={"name", "role", "restarts", "state"}) for entry in page.processes]
-    waiting = [entry.model_dump(include={"name", "role", "restarts", "state"}) for entry in page.waiting]
-    return living + waiting
+    members = {"name", "role", "restarts", "state"}
+    return [entry.model_dump(include=members) for entry in (*page.processes, *page.waiting)]
 
 
 def _verdict(facts: Mapping[str, Any]) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean
 
+from headrace.deploy.annexes.watch.state.shown_figures import RATES
 from headrace.deploy.loggers import Row
 
 MOST_COLUMNS = 1000
@@ -33,7 +36,7 @@ class Column:
 
 
 class RunSeries:
-    """All columns of the rows of a run by name, over the seconds that the fleet ran.
+    """All columns of the rows of a run by name, over the seconds that the fleet ran, and the rates of some counters.
 
     Time in which no fleet ran in the directory does not count. Memory is 24 bytes a value.
     """
@@ -42,16 +45,17 @@ class RunSeries:
         self.columns: dict[str, Column] = {}
         self.marks: list[tuple[float, str]] = []
         """(s, what changed): restarts, learner epochs and starts of the fleet."""
-        self.runs = 0
-        """How often a fleet started in the directory."""
+        self.starts = [0.0]
+        """At how many s a fleet started in the directory."""
         self.end_s = 0.0
         self.last: dict[str, float | int | str] = {}
         """The last row of the fleet."""
-        self._base_s = 0.0
         self._start = -math.inf
         self._longest_s = 0.0
         for row in rows:
             self._add(row)
+        for name in self.columns.keys() & RATES.values():
+            self.columns[f"{name}_per_s"] = self._rate(self.columns[name])
 
     def names(self, prefix: str) -> list[str]:
         """Return the columns whose names begin with `prefix`, in order of first appearance."""
@@ -60,21 +64,22 @@ class RunSeries:
     def drawn(self, names: Iterable[str]) -> tuple[list[float], dict[str, list[float | None]]]:
         """Return at most `MOST_DRAWN` moments in s, and the values of columns then; None where a column has none.
 
-        If there are more rows, each value is the mean of neighbours in time.
+        If there are more rows, each value is the mean of neighbours in time. A moment without values separates starts.
         """
         columns = {name: self.columns[name] for name in names}
         times = sorted({at for column in columns.values() for at in column.elapsed_s})
         step = (times[-1] - times[0]) / MOST_DRAWN if len(times) > MOST_DRAWN else 0.0
-        last = MOST_DRAWN - 1
-        place = {at: min(int((at - times[0]) / step), last) if step else number for number, at in enumerate(times)}
+        numbers = (min(int((at - times[0]) / step), MOST_DRAWN - 1) if step else n for n, at in enumerate(times))
+        place = {at: (self._run_at(at), number) for at, number in zip(times, numbers, strict=True)}
 
-        def means(points: Iterable[tuple[float, float]]) -> dict[int, float]:
-            groups: dict[int, list[float]] = {}
+        def means(points: Iterable[tuple[float, float]]) -> dict[tuple[int, int], float]:
+            groups: dict[tuple[int, int], list[float]] = {}
             for at, value in points:
                 groups.setdefault(place[at], []).append(value)
-            return {number: float(f"{fmean(values):.6g}") for number, values in groups.items()}
+            return {where: float(f"{fmean(values):.6g}") for where, values in groups.items()}
 
-        moments = means(zip(times, times, strict=True))
+        gaps = {(run, MOST_DRAWN): float(f"{at:.6g}") for run, at in enumerate(self.starts[1:], 1)}
+        moments = dict(sorted((means(zip(times, times, strict=True)) | gaps).items()))
         known = {name: means(column.points()) for name, column in columns.items()}
         return list(moments.values()), {name: [one.get(at) for at in moments] for name, one in known.items()}
 
@@ -84,7 +89,7 @@ class RunSeries:
             return
         self._follow_starts(unix_s - elapsed_s, elapsed_s)
         self._longest_s = max(self._longest_s, elapsed_s)
-        at = max(0.0, self._base_s + elapsed_s)
+        at = max(0.0, self.starts[-1] + elapsed_s)
         self.end_s = max(self.end_s, at)
         if row.get("kind") == "fleet":
             self._mark_changes(row, at)
@@ -103,18 +108,31 @@ class RunSeries:
                 column.env_steps.append(env_steps or 0.0)
                 column.values.append(value)
 
+    def _run_at(self, elapsed_s: float) -> int:
+        """Return in which start of the fleet a time was, from 1 on."""
+        return bisect_left(self.starts, elapsed_s, 1)
+
+    def _rate(self, counter: Column) -> Column:
+        """Return the growth of a counter per second; none from one start to the next, or where it fell."""
+        rows = zip(counter.elapsed_s, counter.env_steps, counter.values, strict=True)
+        grown = [
+            (at, env_steps, (now - count) / (at - before))
+            for (before, _, count), (at, env_steps, now) in pairwise(rows)
+            if at > before and now >= count and self._run_at(at) == self._run_at(before)
+        ]
+        return Column(*(array("d", values) for values in zip(*grown, strict=True)))
+
     def _follow_starts(self, start: float, elapsed_s: float) -> None:
         """Notice that another fleet has started. A clock that was set does not count as one."""
         if abs(start - self._start) <= _OTHER_START_S:
             return
-        self._start = start
-        if self.runs and elapsed_s >= self._longest_s:
+        is_first, self._start = math.isinf(self._start), start
+        if is_first or elapsed_s >= self._longest_s:
             return
-        if self.runs:
-            self._base_s, self._longest_s = self.end_s, 0.0
-            self._mark(self._base_s, "the run goes on")
-            self.last = {name: told for name, told in self.last.items() if not name.startswith("restarts")}
-        self.runs += 1
+        self.starts.append(self.end_s)
+        self._longest_s = 0.0
+        self._mark(self.end_s, "the run goes on")
+        self.last = {name: told for name, told in self.last.items() if not name.startswith("restarts")}
 
     def _mark_changes(self, row: Row, at: float) -> None:
         epoch, before = row.get("learner_epoch"), self.last.get("learner_epoch")

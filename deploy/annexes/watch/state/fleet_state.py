@@ -90,7 +90,7 @@ def fleet_state(facts: Facts, findings: list[Finding], slow: SlowFacts | None = 
         "verdict": line,
         "severity": _severity(facts, findings, line),
         "bottleneck": limit.in_words() if limit is not None else "",
-        "findings": [_finding(finding, facts.unix_s) for finding in findings],
+        "findings": [{**asdict(one), "for_s": _age_s(one.since_unix_s, facts.unix_s)} for one in findings],
         "fleet": fleet,
         "redis": _redis(facts, slow),
         "numbers": numbers,
@@ -212,10 +212,6 @@ def _severity(facts: Facts, findings: Sequence[Finding], line: str) -> str:
     return next((severity for severity in ("error", "warning") if severity in severities), "ok")
 
 
-def _finding(finding: Finding, unix_s: float) -> Document:
-    return {**asdict(finding), "for_s": _age_s(finding.since_unix_s, unix_s)}
-
-
 def _fleet(facts: Facts) -> Document:
     config, snapshot = facts.config, facts.snapshot
     supervisor = facts.processes.get("supervisor")
@@ -247,13 +243,12 @@ def _redis(facts: Facts, slow: SlowFacts) -> Document:
 
 def _sums(facts: Facts) -> Document:
     """Return the few numbers that no gauge and no total has."""
-    snapshot = facts.snapshot
-    workers = snapshot.workers.values()
+    workers = facts.snapshot.workers.values()
     restarts: dict[str, int] = {}
     for state in facts.processes.values():
         restarts[state.role] = restarts.get(state.role, 0) + state.restarts
     return {
-        "workers_connected": len(snapshot.workers),
+        "workers_connected": len(workers),
         "workers_blocked_now": sum(bool(worker.get("blocked")) for worker in workers),
         **added_up(workers),
         "restarts": sum(restarts.values()),

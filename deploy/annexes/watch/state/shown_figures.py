@@ -21,6 +21,8 @@ TILES = tuple(figure for figure in _FIGURES if figure.shown)
 WORKER_COLUMNS = tuple(figure for figure in (*SLOT_TABLE, *WORKER_TABLE) if figure.shown)
 _UNITS = {figure.name: figure.unit for figure in _FIGURES} | {"lost_share": "1"}
 _COUNTED = ("batches", "env steps/s", "episodes", "messages", "workers", "versions", "sessions", "agent steps")
+RATES = {one.name: one.column_for() for one in _FIGURES if one.name.endswith("_total") and "/s" in one.chart}
+"""Counters that charts draw as rates, and their columns in the rows of a run."""
 _QUANTILES = {"0.5": "median", "0.95": "95 %"}
 _BANDS = (("0.05", "0.95", "5 % to 95 %"), ("0.25", "0.75", "quartiles"))
 _LONGEST = 400
@@ -84,7 +86,9 @@ def charts(name_of: Callable[[Metric, str], str]) -> list[Chart]:
             empty: Chart = {"title": title, "unit": unit, "scale": scale, "lines": [], "bands": []}
             chart = found.setdefault(heading, {**empty, "isWhole": figure.unit in _COUNTED})
             for text, label in _labels(figure, curve):
-                chart["lines"].append({"name": name_of(figure, text), "label": label})
+                name = name_of(figure, text)
+                rate = f"{name.removesuffix('_total')}_per_s"  # of a counter
+                chart["lines"].append({"name": rate if figure.name in RATES else name, "label": label})
             if "0.05" in figure.known_values():
                 chart["bands"] += [(name_of(figure, low), name_of(figure, high), said) for low, high, said in _BANDS]
     return list(found.values())
@@ -104,12 +108,10 @@ def _labels(figure: Metric, curve: str) -> Iterator[tuple[str, str]]:
 
 
 def curve_of(figure: Metric, text: str = "") -> str:
-    """Return the name of a curve of `series.py`. Of a counter in a chart of rates it is the rate."""
+    """Return the name of a curve of `series.py`."""
     if figure.label == "le":
         return labelled(figure.name.removesuffix("_agent_steps_bucket"), "quantile", text)
-    name = labelled(figure.name, figure.label, text) if figure.label else figure.name
-    is_rate = figure.name.endswith("_total") and "/s" in figure.chart
-    return f"{name.removesuffix('_total')}_per_s" if is_rate else name
+    return labelled(figure.name, figure.label, text) if figure.label else figure.name
 
 
 PAGE_CHARTS = charts(curve_of)

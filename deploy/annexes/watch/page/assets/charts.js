@@ -61,8 +61,28 @@ const Charts = (() => {
   }
 
   function valuesOf(spec, column) {
-    const values = data.curves[column.name];
-    return spec.scale ? values.map((value) => value === null ? null : value * spec.scale) : values;
+    const told = data.curves[column.name];
+    const values = spec.scale ? told.map((value) => value === null ? null : value * spec.scale) : told;
+    return data.isElapsed ? interrupted(values) : values;
+  }
+
+  /* A report has rows of several kinds. Null in one interrupts no curve: undefined, for uPlot. A row without any value
+     stands between two starts of the fleet, and interrupts all from their value before it to that behind it. */
+  function interrupted(values) {
+    const drawn = values.map((value) => value === null ? undefined : value);
+    for (const start of values.keys()) {
+      if (Object.values(data.curves).some((curve) => curve[start] !== null)) continue;
+      for (let k = start; values[k] === null; k--) drawn[k] = null;
+      for (let k = start; values[k] === null; k++) drawn[k] = null;
+    }
+    return drawn;
+  }
+
+  /* The values without a neighbour to draw a line to: each is a dot. */
+  function alone(values) {
+    const known = [...values.keys()].filter((k) => values[k] !== undefined);
+    const at = (n) => values[known[n]] ?? null;
+    return known.filter((_, n) => at(n) !== null && at(n - 1) === null && at(n + 1) === null);
   }
 
   /* The env steps until each row, which never fall; null where they are not known. */
@@ -105,9 +125,9 @@ const Charts = (() => {
       if (column.edge) return { label: column.label || "", stroke: "transparent", width: 0, points: { show: false } };
       column.hue = `--c${hue++ % 6}`;
       column.isDashed = hue > 6;
-      const isOne = () => data.curves[column.name].filter((value) => value !== null).length === 1;
-      return { label: column.label, stroke: color(column.hue), width: 1.6, spanGaps: Boolean(data.isElapsed),
-        points: { show: () => Boolean(column.dots) || isOne(), size: 6, fill: color(column.hue) },
+      return { label: column.label, stroke: color(column.hue), width: 1.6,
+        points: { show: () => Boolean(column.dots), size: 6, fill: color(column.hue),
+          filter: (plot, i, all) => all ? null : alone(plot.data[i]) },
         dash: column.isDashed ? [6, 3] : undefined, ...(column.dots ? { paths: () => null } : {}) };
     });
     return {
