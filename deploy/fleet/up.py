@@ -7,7 +7,6 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -38,7 +37,6 @@ from headrace.deploy.run.run_dir import RunDir, new_run_dir
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.log_rotation import LogRotation
 from headrace.deploy.terminal.logs import Identity, set_up_logging
-from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, RunDirError
 from headrace.schemas.settings.config import FleetConfig
@@ -64,6 +62,8 @@ class RunOutcome:
     seconds: float = 0.0
     bottleneck: Bottleneck | None = None
     """The limit of the pace that was found last."""
+    errors_told: set[str] = field(default_factory=set)
+    """Fingerprints of the failures of envs that were logged, or known at the start."""
 
 
 def up(
@@ -116,6 +116,7 @@ def up(
                 try:
                     fleet.start()
                     outcome.start = fleet.numbers_before
+                    outcome.errors_told.update(fleet.snapshot.errors if fleet.snapshot else ())
                     _announce(fleet, origin, earlier, changes)
                     service_manager().ready()
                     with ProgressDisplay(sys.stderr if as_json else sys.stdout) as progress:
@@ -127,6 +128,7 @@ def up(
                 outcome.seconds = time.monotonic() - outcome.began
                 _drain(fleet, outcome, run_log)
                 _log_rows(fleet, run_log, last=True)
+                _warn_of_errors(fleet, outcome)
             outcome.failure = outcome.failure or fleet.supervisor.failure
             summary = _summarise(fleet.fleet_id, run_dir, outcome, fleet)
             errors = fleet.snapshot.errors.values() if fleet.snapshot else ()
@@ -174,11 +176,11 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
     """Turn the loop until there is a reason to stop. Raises the failure or the timeout, if that is the reason."""
     goal, standstill, look_at = Goal.of(fleet.config.fleet), Standstill(outcome.start.steps), 0.0
     shown_from = replace(outcome.start, mean_return=None)
-    told = set(fleet.snapshot.errors) if fleet.snapshot is not None else set()
     limit: Bottleneck | None = None
     while not fleet.stop_asked:
         fleet.loop.turn(TICK_S)
         _log_rows(fleet, run_log)
+        _warn_of_errors(fleet, outcome)
         if fleet.supervisor.failure is not None:
             raise fleet.supervisor.failure
         seconds, now = time.monotonic() - outcome.began, fleet.numbers()
@@ -191,7 +193,6 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
         if seconds >= look_at:
             look_at, facts = seconds + LOOK_S, fleet.facts()
             limit = find_bottleneck(facts, find(facts))
-            _warn_of_errors(facts.snapshot.errors, told, fleet.run_dir.path)
             outcome.bottleneck = limit or outcome.bottleneck
         waits = progress.is_due and standstill.lasts and not reached
         view = ProgressView(
@@ -226,10 +227,11 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
     log.info("draining after a signal; another one stops at once")
 
 
-def _warn_of_errors(errors: Mapping[str, EnvErrorRow], told: set[str], path: Path) -> None:
-    """Log each kind of failure of an env once, when its first one is known; `told` has the fingerprints of those."""
-    for name in errors.keys() - told:
-        told.add(name)
+def _warn_of_errors(fleet: Fleet, outcome: RunOutcome) -> None:
+    """Log each kind of failure of an env once, when its first one is known."""
+    errors, path = fleet.snapshot.errors if fleet.snapshot else {}, fleet.run_dir.path
+    for name in errors.keys() - outcome.errors_told:
+        outcome.errors_told.add(name)
         row = errors[name]
         text = one_line(": ".join(part for part in (row.exception or row.kind, row.message) if part))
         where = f" at {row.where}" if row.where else ""

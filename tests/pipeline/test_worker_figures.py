@@ -126,8 +126,10 @@ def test_counters_of_bytes_agree_with_the_batches_that_the_learner_got(
                 assert batch is not None
                 see(batch)
             stream.commit()
-            wait_until(lambda: counters(broker).get(COMMITTED_BYTES, 0) > 0, "the bytes of the first commits")
-            assert counters(broker)[COMMITTED_BYTES] < counters(broker)[ACCEPTED_BYTES]
+            wait_until(
+                lambda: 0 < (found := counters(broker)).get(COMMITTED_BYTES, 0) < found[ACCEPTED_BYTES],
+                "the bytes of the first commits, and of further batches",
+            )
         row = closed_row(broker, take=lambda: (drain(stream, see), stream.commit()))
     found = counters(broker)
     assert found[SAMPLED_BYTES] == array_bytes
