@@ -73,6 +73,7 @@ def test_the_report_of_a_run_with_a_killed_supervisor_is_made_from_its_rows(tmp_
     page, facts = reported(tmp_path)
     assert facts["state"] == "killed"
     assert facts["verdict"].startswith("Its supervisor was killed after about 10 s, or could not note its end")
+    assert facts["verdict"].endswith("with its reason. 30 agent steps still queued.")
     assert facts["ledger"]["discarded"] == {"worker_killed": 10}
     assert facts["audit"]["balanced"] is None
     assert HOSTILE in page.texts
