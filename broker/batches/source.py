@@ -89,6 +89,8 @@ class Source:
     end_taken: bool = False
     """True once a learner's user has taken the end, whichever broker the learner reported it to."""
     closed: bool = False
+    stopped: bool = False
+    """True if this broker stops in order while it holds batches of this closed life."""
     silent_until: float = 0.0
     host: str = ""
     pid: int = 0
@@ -277,6 +279,7 @@ class Source:
                 lost=self.lost(),
                 closed=self.closed,
                 end_taken=self.end_taken,
+                stopped=self.stopped,
             )
         return self.row
 

@@ -77,9 +77,8 @@ class BrokerSockets:
         if role == "weights":
             socket.copy_threshold = sockets.COPY_BELOW_BYTES
         on_failure = self.auth.guard(socket, role)
-        watch = PortWatch(
-            role, self._own.monitor(socket, WATCH_EVENTS), self._places, on_failure, by_key=self.auth.by_key
-        )
+        monitor = self._own.monitor(socket, WATCH_EVENTS)
+        watch = PortWatch(role, monitor, self._places, on_failure, by_key=self.auth.keys is not None)
         self._own.before_end(partial(watch.close, socket))
         if self._folder is not None:
             _bind_in_folder(socket, self._folder, role)

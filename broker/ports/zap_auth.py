@@ -38,24 +38,19 @@ class ZapAuthenticator:
         """Number of refused connections, by (port, reason)."""
         self._refused_lock = Lock()
         """Guards `refused`: the watches of the ports count there too, each in its own thread."""
-        self._keys = keys
+        self.keys = keys
         self._zap: Socket | None = None
         if keys is not None:
             self._zap = own.open(zmq.ROUTER, {"LINGER": 0})
             self._zap.bind(zap.ENDPOINT)
-
-    @property
-    def by_key(self) -> bool:
-        """Return whether peers show keys."""
-        return self._keys is not None
 
     def guard(self, socket: Socket, port: str) -> Callable[[int, int], None]:
         """Admit at this socket, which is not yet bound, only peers whose role may connect to `port`.
 
         Return a callback that counts a failed handshake by its (event, value). Any thread may call the callback.
         """
-        if self._keys is not None:
-            for name, value in self._keys.options(port).items():
+        if self.keys is not None:
+            for name, value in self.keys.options(port).items():
                 socket.setsockopt(getattr(zmq, name), value)
         return partial(self._note_failure, port)
 
@@ -67,13 +62,13 @@ class ZapAuthenticator:
     def judge(self) -> None:
         """Take requests, and answer each. Does not block."""
         assert self._zap is not None
-        assert self._keys is not None
+        assert self.keys is not None
         for _ in range(_MOST_REQUESTS):
             try:
                 route, empty, *request = self._zap.recv_multipart(sockets.DONTWAIT)
             except zmq.Again:
                 return
-            verdict = zap.judge(request, self._keys)
+            verdict = zap.judge(request, self.keys)
             if verdict.why:
                 self._refuse(verdict.port, verdict.why, verdict.seen)
             # The answer sets the user id that `key_of` reads from messages.
@@ -84,13 +79,13 @@ class ZapAuthenticator:
 
         A call costs microseconds, so make it for each HELLO, not for each message.
         """
-        if self._keys is None:
+        if self.keys is None:
             return None
         try:
             public = str(frame.get("User-Id")).encode()
         except zmq.ZMQError:  # a message of no connection, or of one that showed no key
             public = b""
-        return self._keys.known.find(public) or PeerKey("", "", public, revoked=True)
+        return self.keys.known.find(public) or PeerKey("", "", public, revoked=True)
 
     def _note_failure(self, port: str, event: int, value: int) -> None:
         """Count a handshake that failed before any key was shown.
@@ -101,7 +96,7 @@ class ZapAuthenticator:
             self._refuse(port, "a peer that expects another broker's key", "")
         elif event == PROTOCOL and value != OTHER_MECHANISM:
             self._refuse(port, "a peer that speaks another protocol", hex(value))
-        elif self._keys is not None:
+        elif self.keys is not None:
             self._refuse(port, "a peer that showed no key", "")
         elif event == PROTOCOL:
             self._refuse(port, "a peer with keys, at a broker without", "")

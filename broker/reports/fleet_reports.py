@@ -85,7 +85,11 @@ class FleetReports(BrokerObserver):
         return mean_return is not None and self.metrics.mean_return() >= mean_return
 
     def close(self, *, in_order: bool) -> None:
-        """Report a last time. The report says when the broker ended, if it stops in order."""
+        """Report a last time. If the broker stops in order, the report says when, and marks lives with held batches."""
+        for source in self._core.sources.values():
+            if in_order and source.closed and source.held:
+                source.stopped = True
+                self._core.store.unreported.add(source.key)
         self.report(time.monotonic(), ended_unix_s=time.time() if in_order else None)
         if self.reporter is not None:
             self.reporter.close(2.0)

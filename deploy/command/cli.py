@@ -125,32 +125,25 @@ def up(
     if resume is not None:
         asked, found = _resumed(resume, asked)
     asked = with_found(asked, found, with_loggers=True)
-    makes_keys = False
     if asked.flags["broker.host"]:
-        asked, makes_keys = _with_keys(asked)
+        asked = _with_keys(asked)
     if print_config:
         typer.echo(as_toml(asked), nl=False)
         return
     summary = run_fleet(
-        asked.settings,
-        as_json=as_json,
-        config_path=asked.config,
-        origin=asked.origin,
-        resume=found is not None,
-        makes_keys=makes_keys,
+        asked.settings, as_json=as_json, config_path=asked.config, origin=asked.origin, resume=found is not None
     )
     _print_end(summary, asked.settings, as_json=as_json)
     if summary.failure is not None:
         raise summary.failure
 
 
-def _with_keys(asked: Asked) -> tuple[Asked, bool]:
-    """Return the same with keys in the run directory, unless the settings name others; and whether they are there."""
+def _with_keys(asked: Asked) -> Asked:
+    """Return the same with keys in the run directory, unless the settings name others."""
     config = asked.with_flags({"broker.allow_insecure": True}).settings  # which are valid without keys too
     run_dir = Path(config.fleet.run_dir or new_run_dir(config.sampling.env))
-    own = str(run_dir.absolute() / KEYS_FOLDER)
-    keys = config.keys.dir or own
-    return asked.with_flags({"keys.dir": keys, "fleet.run_dir": str(run_dir)}), keys == own
+    keys = config.keys.dir or str(run_dir.absolute() / KEYS_FOLDER)
+    return asked.with_flags({"keys.dir": keys, "fleet.run_dir": str(run_dir)})
 
 
 def _resumed(resume: Path, asked: Asked) -> tuple[Asked, Path]:

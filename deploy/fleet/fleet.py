@@ -59,6 +59,7 @@ from headrace.schemas.credentials.keys import client_keys
 from headrace.schemas.errors import ExitCode, RedisUnavailableError, RunDirError, UnreachableError
 from headrace.schemas.messages.shared_weights import remove_unused_weights
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
+from headrace.schemas.peers.socket_folder import remove_socket_folder
 from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig, is_loopback
 from headrace.schemas.settings.redis_url import without_password
 
@@ -139,6 +140,7 @@ class Fleet:
         self._close_poller()
         self.record.note(state="stopped")
         self._close_reporter()
+        remove_socket_folder(self.run_dir.path)
 
     @property
     def fleet_id(self) -> str:

@@ -248,8 +248,8 @@ class ObituarySender:
 
     def _lost_by(self, life: Life) -> Drop:
         """Return the reason for batches that only an earlier broker had; `SHUTDOWN` for one that stopped in order."""
-        row, ended = self._books.rows.get(life), self._books.ended_unix_s is not None
-        return Drop.SHUTDOWN if ended and row is not None and row.closed else Drop.BROKER_LOST
+        row = self._books.rows.get(life)
+        return Drop.SHUTDOWN if row is not None and row.stopped else Drop.BROKER_LOST
 
     def delete_stored(self, rows: Mapping[Life, LedgerRow], folded: Mapping[int, FoldedLives] = NO_LIVES) -> None:
         """Delete the recorders of the dead whose final books stand in `rows` or `folded`, as read from Redis.

@@ -33,7 +33,7 @@ from headrace.deploy.run.goal import Goal, RunNumbers
 from headrace.deploy.run.key_pairs import ensure_keys
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.resume import EarlierRun
-from headrace.deploy.run.run_dir import RunDir, new_run_dir
+from headrace.deploy.run.run_dir import KEYS_FOLDER, RunDir, new_run_dir
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.log_rotation import LogRotation
 from headrace.deploy.terminal.logs import Identity, set_up_logging
@@ -73,12 +73,11 @@ def up(
     config_path: Path | None = None,
     origin: str = "defaults",
     resume: bool = False,
-    makes_keys: bool = False,
 ) -> Summary:
     """Run a fleet until its goal, its timeout, a failure or a signal; drain it; return its summary.
 
     `origin` says in words where the configuration came from. `resume`: go on with the run in the run directory even if
-    settings of its training differ. `makes_keys`: make the folder `keys.dir`, and keys in it, if there are none.
+    settings of its training differ. If `keys.dir` is RUN/keys, make the folder, and keys in it, if there are none.
 
     Raises only errors of the settings, the run directory and keys (`ConfigError`, `RunDirError`, `KeysError`); later
     errors are in the summary.
@@ -90,8 +89,8 @@ def up(
     with RunDir(path) as run_dir, StopSignals() as signals, early_or_new(child_environment(1)) as fork_server:
         earlier = EarlierRun.of(run_dir)
         changes = earlier.check(config, resume=resume) if earlier is not None else []
-        if makes_keys:
-            ensure_keys(Path(config.keys.dir))
+        if (own := run_dir.path / KEYS_FOLDER) == Path(config.keys.dir):
+            ensure_keys(own)
         set_up_logging(Identity(config.fleet.fleet_id, "supervisor"))
         part("warn_of_limits")(config, "fleet")
         log.info("checking env, modules and ports before anything starts")

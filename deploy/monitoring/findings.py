@@ -19,6 +19,7 @@ from headrace.deploy.monitoring.finding_kinds import KINDS, Observation, observe
 from headrace.deploy.monitoring.finding_kinds import Finding as Finding
 from headrace.deploy.monitoring.losses import losses_in_words
 from headrace.deploy.monitoring.processes import GONE, LEAST_ROOM, STOPPED, SUPERVISOR
+from headrace.deploy.report.summary import queued_in_words
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.settings.redis_url import without_password
 
@@ -80,10 +81,8 @@ def _books(facts: Facts) -> str:
 def _left_and_lost(facts: Facts) -> str:
     """Return what the books of a fleet that has ended still have as queued, and what is lost."""
     books = facts.snapshot.fleet
-    if not books.queued:
-        return losses_in_words(books)
-    later = ", dropped when the run goes on unless the learner saved them" if facts.snapshot.ended_unix_s else ""
-    return f"{books.queued:,} agent steps still queued{later}. {losses_in_words(books, '')}".rstrip()
+    left = queued_in_words(books.queued, in_order=facts.snapshot.ended_unix_s is not None)
+    return f"{left} {losses_in_words(books, '')}".strip() if left else losses_in_words(books)
 
 
 def _observations(facts: Facts) -> Iterator[Observation]:

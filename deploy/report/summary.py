@@ -135,8 +135,8 @@ def print_summary(summary: Summary, stream: TextIO) -> None:
     else:
         console.print(ledger_table(summary.ledger))
         console.print(verdict(summary))
-        if summary.ledger.queued and summary.failure is None:
-            console.print("queued steps are dropped as `shutdown` when the run goes on, unless the learner saved them")
+        if left := queued_in_words(summary.ledger.queued, in_order=summary.failure is None):
+            console.print(left)
 
 
 def next_command(summary: Summary, config: FleetConfig) -> str:
@@ -165,6 +165,12 @@ def ledger_table(ledger: FleetLedger) -> Table:
     for reason, steps in sorted(ledger.discarded.items()):
         table.add_row(f"discarded: {reason}", f"{steps:,}", "never became a chunk")
     return table
+
+
+def queued_in_words(queued: int, *, in_order: bool) -> str:
+    """Return a sentence on the steps that a fleet left queued, which ended `in_order` or not; "" for none."""
+    later = ", dropped when the run goes on unless the learner saved them" if in_order else ""
+    return f"{queued:,} agent steps still queued{later}." if queued else ""
 
 
 def verdict(summary: Summary) -> str:

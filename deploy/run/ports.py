@@ -111,24 +111,21 @@ def with_env_ports(config: FleetConfig) -> FleetConfig:
 
     Raises `ConfigError` for a host that cannot be bound, `PortInUseError` where no ports are free side by side.
     """
-    sampling = config.sampling
-    if sampling.env_placement != "remote" or sampling.env_hosts_port or not config.fleet.workers:
+    sampling, host, workers = config.sampling, config.env_hosts_host, config.fleet.workers
+    if sampling.env_placement != "remote" or sampling.env_hosts_port or not (host and workers):
         return config
-    if not config.env_hosts_host:
-        return config
-    first = first_of_free(config.env_hosts_host, config.fleet.workers, "env hosts", "broker.host")
+    first = first_of_free(host, workers, "env hosts", "broker.host")
     return config.replaced({"sampling.env_hosts_port": first})
 
 
 def env_endpoints(config: FleetConfig, run_dir: Path) -> dict[str, str]:
     """Return "envs-SLOT" -> the address of that worker for env hosts; none for envs that are not remote."""
-    sampling = config.sampling
+    sampling, host = config.sampling, in_url(config.env_hosts_host)
     if sampling.env_placement != "remote":
         return {}
-    slots, host = range(config.fleet.workers), in_url(config.env_hosts_host)
     if not host:
         return _sockets(config, run_dir, "envs")
-    return {f"envs-{slot}": f"tcp://{host}:{sampling.env_hosts_port + slot}" for slot in slots}
+    return {f"envs-{slot}": f"tcp://{host}:{sampling.env_hosts_port + slot}" for slot in range(config.fleet.workers)}
 
 
 def _sockets(config: FleetConfig, run_dir: Path, kind: str) -> dict[str, str]:

@@ -205,7 +205,7 @@ GAUGE_TABLE = (
         chart="Time of workers, %",
     ),
     Metric("clients", "sessions", "of clients at all policy servers; absent without one", chart="Clients: connected"),
-    Metric("client_requests_per_s", "requests/s", "of these clients, over the last seconds", chart="Clients: requests"),
+    Metric("client_requests_per_s", "requests/s", "of clients, in recent seconds", chart="Requests, 1/s: of clients"),
     Metric(
         *("client_latency_s", "s", "from a step's arrival to its answer, averaged over busy servers", "quantile"),
         values=("0.5", "0.95"),

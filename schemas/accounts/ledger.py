@@ -228,6 +228,8 @@ class LedgerRow(BaseModel):
     closed: bool = False
     end_taken: bool = False
     """True once a learner's user has taken the end: no episode of this life lacks its marker."""
+    stopped: bool = False
+    """True if the broker that held the batches of this closed life has stopped in order."""
 
     def problems(self, name: str = "") -> Iterator[str]:
         """Yield one sentence for each equation that does not hold. `name` stands for the row in it."""

@@ -141,13 +141,14 @@ def rendezvous_path(named: str, run_dir: Path) -> Path:
 def endpoint_in(run_dir: Path, role: str) -> str:
     """Return the address of the fleet in `run_dir` for peers of `role`; "" while there is none.
 
-    It is that of the broker for "worker" and "learner", and that of worker 3 for "envs-3" and "clients-3".
+    It is that of the broker for "worker" and "learner", of worker 3 for "envs-3" and "clients-3", and of the page for
+    "dashboard".
     """
     for name in ("broker.json", "fleet.json"):
         endpoints = read_object(run_dir / name).get("endpoints")
         endpoint = endpoints.get(role) if isinstance(endpoints, dict) else None
         if endpoint:
-            return str(endpoint) if is_broker_address(endpoint) else ""
+            return str(endpoint) if role == "dashboard" or is_broker_address(endpoint) else ""
     return ""
 
 

@@ -84,6 +84,16 @@ def _linked(link: Path) -> Path:
     return link.readlink()
 
 
+def remove_socket_folder(run_dir: Path) -> None:
+    """Remove the folder below /tmp of the run in `run_dir`, if it has one and no server has a socket there."""
+    link = run_dir.absolute() / "ipc"
+    with suppress(OSError):  # the run has none
+        folder = link.readlink()
+        if all(path.suffix == ".lock" for path in folder.iterdir()):
+            shutil.rmtree(folder)
+            link.unlink()
+
+
 class SocketPlace:
     """The place of a worker's socket: `name` in `folder`, or for "" in a new private folder.
 

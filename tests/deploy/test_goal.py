@@ -215,7 +215,7 @@ def test_the_final_table_names_every_loss_and_says_whether_it_adds_up(queued: in
     stream = io.StringIO()
     print_summary(summary_of(BOOKS.model_copy(update={"queued": queued})), stream)
     text = stream.getvalue()
-    later = "queued steps are dropped as `shutdown` when the run goes on"
+    later = f"{queued} agent steps still queued, dropped when the run goes on"
     for part in ("dropped: stale", "discarded: worker_killed", "475.5 over 100", says, later):
         assert part in text
     assert ledger_table(BOOKS).row_count == 5

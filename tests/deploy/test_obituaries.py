@@ -258,9 +258,9 @@ def test_a_restarted_broker_gets_all_obituaries_with_the_settled_batches(loop: E
     second.close()
 
 
-@pytest.mark.parametrize(("ended_unix_s", "lost_by"), [(None, "broker_lost"), (1_000.0, "shutdown")])
+@pytest.mark.parametrize(("stopped", "lost_by"), [(False, "broker_lost"), (True, "shutdown")])
 def test_batches_of_an_earlier_broker_are_lost_by_shutdown_if_it_stopped_in_order(
-    loop: EventLoop, registrar: Registrar, tmp_path: Path, ended_unix_s: float | None, lost_by: str
+    loop: EventLoop, registrar: Registrar, tmp_path: Path, stopped: bool, lost_by: str
 ) -> None:
     """Worker 4 is of a second broker, which was killed before it reported: what it had is no loss of the stop."""
     leave_a_recorder(tmp_path, 0, 1)
@@ -271,11 +271,9 @@ def test_batches_of_an_earlier_broker_are_lost_by_shutdown_if_it_stopped_in_orde
         orderly.settled(Settled(), accepted=1)
         orderly.close()
     row = LedgerRow(slot=1, incarnation=1, totals=totals, accepted=(20, 2), held=(20, 2), settled=Settled())
-    closed = {(slot, 1): row.model_copy(update={"slot": slot, "closed": True}) for slot in (0, 1, 2)}
-    books = Snapshot(
-        rows={**closed, (3, 1): row.model_copy(update={"slot": 3})},
-        ended_unix_s=ended_unix_s,
-    )
+    ended = {"closed": True, "stopped": stopped}
+    closed = {(slot, 1): row.model_copy(update={"slot": slot, **ended}) for slot in (0, 1, 2)}
+    books = Snapshot(rows={**closed, (3, 1): row.model_copy(update={"slot": 3})}, ended_unix_s=1_000.0)
     obituaries = ObituarySender(loop, registrar.endpoint, FLEET, tmp_path, books=books)
     obituaries.send_unrecorded(EndedLives(), {}, range(5))
     obituaries.send_left_over()

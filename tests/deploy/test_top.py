@@ -59,6 +59,13 @@ def test_a_screen_keeps_its_size_for_fleets_of_any_size(size: tuple[int, int], c
     assert max(line.cell_len for line in lines) <= width
 
 
+def test_a_long_verdict_is_shown_whole_on_a_narrow_screen() -> None:
+    lost = "196 steps lost by killed workers, 2,062 by envs that raised"
+    verdict = f"Learning. Envs fail (env 0 of worker-2). {lost}."
+    lines = [line.plain for line in screen({**crowd(2), "verdict": verdict}, CURVES, 80, 24)]
+    assert " ".join(lines[1:3]) == verdict
+
+
 def finding_facts(finding: Finding) -> dict[str, Any]:
     found: dict[str, Any] = document({}, finding)["findings"][0]
     return found

@@ -16,7 +16,7 @@ from headrace.broker.files.state_file import read_broker_file
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts import redis_keys as keys
-from support.pipeline.delivery import FLEET, Feeder, Process, broker_process
+from support.pipeline.delivery import FLEET, Envs, Feeder, Process, broker_process
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes
@@ -101,3 +101,32 @@ def test_a_broker_writes_each_event_once_and_the_time_of_its_end(
     end(signal.SIGTERM)
     assert [event for event in told() if event[0] == "broker"] == [("broker",)] * 3
     assert snapshot().ended_unix_s is not None
+
+
+@pytest.mark.parametrize(("first", "second"), [(signal.SIGTERM, signal.SIGKILL), (signal.SIGKILL, signal.SIGTERM)])
+def test_a_life_is_marked_as_stopped_by_the_end_of_the_broker_that_held_its_batches(
+    tmp_path: Path, make_server: MakeServer, first: signal.Signals, second: signal.Signals
+) -> None:
+    server = make_server().start()
+
+    def snapshot() -> Snapshot:
+        with FleetView(server.url, FLEET) as view:
+            return view.read()
+
+    with broker_process(tmp_path, server.url, report_interval_s=0.05) as broker:
+        state = read_broker_file(tmp_path)
+        assert state is not None
+        with Feeder(state.endpoints.worker, Envs(1).fragments(2), slot=0) as worker:
+            wait_until(worker.all_shipped, "both batches")
+            worker.leave()
+            wait_until(lambda: (row := snapshot().rows.get((0, 1))) is not None and row.closed, "the closed row")
+        broker.signal(first)
+        broker.wait()
+    with broker_process(tmp_path, server.url, report_interval_s=0.05) as broker:
+        reported = snapshot().reported_unix_s
+        wait_until(lambda: snapshot().reported_unix_s != reported, "the next broker's report")
+        broker.signal(second)
+        broker.wait()
+    row = snapshot().rows[0, 1]
+    assert row.held[0] > 0
+    assert row.stopped == (first == signal.SIGTERM)

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from headrace.schemas.errors import PortInUseError
-from headrace.schemas.peers.socket_folder import SocketPlace
+from headrace.schemas.peers.socket_folder import SocketPlace, make_socket_folder, remove_socket_folder
 from headrace.workers.envs.remote.router_port import RouterPort
 from support.raw_zmtp import RawZmtp, head
 from support.socket_folders import socket_folder
@@ -67,6 +67,22 @@ def test_the_next_server_replaces_the_socket_of_a_killed_one(folder: Path) -> No
     assert stat.S_ISSOCK((folder / "envs-0").stat().st_mode), "it leaves its socket"
     with closing(serve(folder)) as later:
         assert hears(later)
+
+
+def test_a_run_with_a_long_path_leaves_no_folder_unless_a_server_is_there(tmp_path: Path) -> None:
+    run_dir = tmp_path / ("long" * 30)
+    with closing(serve(made := make_socket_folder(run_dir))):
+        remove_socket_folder(run_dir)
+        assert made.is_dir()
+    remove_socket_folder(run_dir)
+    assert not made.exists()
+    assert list(run_dir.iterdir()) == []
+    assert (again := make_socket_folder(run_dir)).is_dir()
+    remove_socket_folder(run_dir)
+    assert not again.exists()
+    (short := tmp_path / "ipc").mkdir()
+    remove_socket_folder(tmp_path)
+    assert short.is_dir()
 
 
 def test_a_copy_by_fork_leaves_the_folder_of_its_parent(folder: Path) -> None:

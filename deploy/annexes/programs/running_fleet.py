@@ -157,7 +157,7 @@ class RunningFleet:
     @property
     def dashboard(self) -> str:
         """Return the address of the fleet's page; "" until the page starts, and where the fleet has none."""
-        return str(read_object(self.path / "fleet.json").get("endpoints", {}).get("dashboard", ""))
+        return self._addresses.find("dashboard")
 
     def stream(self, **options: Any) -> EpisodeStream:
         """Return a stream of the fleet's chunks, with `options` of `EpisodeStream`. It ends when the fleet does."""

@@ -24,7 +24,7 @@ from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.monitoring.findings import find, verdict
 from headrace.deploy.report.audit import read_and_audit, warnings
 from headrace.deploy.report.progress import duration
-from headrace.deploy.report.summary import plain_errors, read_run_facts
+from headrace.deploy.report.summary import plain_errors, queued_in_words, read_run_facts
 from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.redis_view import Snapshot
@@ -238,8 +238,9 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     if lost:
         share = f" ({100 * lost / books['stepped']:.2g} %)" if books["stepped"] else ""
         said += f" {lost:,} of {books['stepped']:,} agent steps{share} did not reach the learner, each with its reason."
-    else:
-        said += f" {books['queued']:,} agent steps still queued." if books["queued"] else " Nothing lost."
+    left = queued_in_words(books["queued"], in_order=facts["state"] == "ended" and not facts["error"])
+    if left or not lost:
+        said += f" {left or 'Nothing lost.'}"
     if facts["audit"]["balanced"] is False:
         said += " The books do NOT add up."
     return said

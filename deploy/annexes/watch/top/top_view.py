@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from rich.text import Text
@@ -56,10 +57,9 @@ def head(document: Document, curves: Curves, width: int, most: int = _MOST_FINDI
     fleet = document["fleet"]
     about = " · ".join(said for said in (fleet.get("env"), fleet.get("id"), fleet.get("state")) if said)
     at = time.strftime("%H:%M:%S", time.localtime(document["unix_s"]))
-    lines = [
-        Text(f"headrace top  {_line(about)}  {at}", style="dim"),
-        Text(_line(document["verdict"]), style=_STYLES.get(document["severity"], "bold")),
-    ]
+    style = _STYLES.get(document["severity"], "bold")
+    lines = [Text(f"headrace top  {_line(about)}  {at}", style="dim")]
+    lines += [Text(part, style=style) for part in wrap(_line(document["verdict"]), max(1, width))]
     lines += [Text(_line(document["bottleneck"]))] if document["bottleneck"] else []
     lines += _findings(document, most)
     if document["redis"]["is_old"] and document["severity"] != "ended":
