@@ -50,8 +50,8 @@ class BatchStore:
         """The newest published version, against which staleness is measured."""
         self.is_reconciled = False
         """True once a learner has said which batches it has. Before that no batch may be counted as lost or dropped."""
-        self.window_steps = 0
-        """Steps that the learner wants under way in the whole fleet; 0: no such limit."""
+        self.window_steps: int | None = None
+        """Steps that the learner wants under way in the whole fleet; 0: no such limit. None: no learner has told."""
         self.max_env_steps = limits.max_env_steps
         """Env steps of the fleet's whole life after which workers begin no fragment; None: no bound."""
         self.changed: set[tuple[int, int]] = set()
@@ -247,8 +247,13 @@ class BatchStore:
         for observer in self.observers if batches else ():
             observer.settled(source, batches, before)
 
-    def limit_window(self, steps: int | None) -> None:
-        """Note how many steps the learner wants under way. Mark all workers for an Ack if that is a large change."""
+    def limit_window(self, steps: int | None, consumed: int = 0) -> None:
+        """Note how many steps the learner wants under way. Mark all workers for an Ack if that is a large change.
+
+        A learner that has `consumed` batches and tells no number needs more of them than workers ship without one.
+        """
+        if steps is None and self.window_steps is None and consumed:
+            steps = 0
         if steps is None or steps == self.window_steps:
             return
         if not steps or not self.window_steps or abs(steps - self.window_steps) > self.window_steps // 4:
