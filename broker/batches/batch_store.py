@@ -97,7 +97,8 @@ class BatchStore:
         self.queue.forget(source)
 
     def note_changed(self, source: Source) -> None:
-        """Note that the source's worker must get an Ack, and Redis the source's row."""
+        """Count the source's steps. Note that its worker must get an Ack, and Redis the source's row."""
+        self._count(source)
         self.changed.add(source.key)
         self.unreported.add(source.key)
 
@@ -237,7 +238,6 @@ class BatchStore:
         source.counted = source.steps
 
     def _note_progress(self, source: Source) -> None:
-        self._count(source)
         self.note_changed(source)
         if self.is_reconciled:
             before = source.settled
