@@ -50,8 +50,8 @@ class BatchStore:
         """The newest published version, against which staleness is measured."""
         self.is_reconciled = False
         """True once a learner has said which batches it has. Before that no batch may be counted as lost or dropped."""
-        self.window_steps = 0
-        """Steps that the learner wants under way in the whole fleet; 0: no such limit."""
+        self.window_steps: int | None = None
+        """Steps that the learner wants under way in the whole fleet; 0: no such limit. None: no learner has told."""
         self.max_env_steps = limits.max_env_steps
         """Env steps of the fleet's whole life after which workers begin no fragment; None: no bound."""
         self.changed: set[tuple[int, int]] = set()
@@ -97,7 +97,8 @@ class BatchStore:
         self.queue.forget(source)
 
     def note_changed(self, source: Source) -> None:
-        """Note that the source's worker must get an Ack, and Redis the source's row."""
+        """Count the source's steps. Note that its worker must get an Ack, and Redis the source's row."""
+        self._count(source)
         self.changed.add(source.key)
         self.unreported.add(source.key)
 
@@ -237,7 +238,6 @@ class BatchStore:
         source.counted = source.steps
 
     def _note_progress(self, source: Source) -> None:
-        self._count(source)
         self.note_changed(source)
         if self.is_reconciled:
             before = source.settled
@@ -247,8 +247,13 @@ class BatchStore:
         for observer in self.observers if batches else ():
             observer.settled(source, batches, before)
 
-    def limit_window(self, steps: int | None) -> None:
-        """Note how many steps the learner wants under way. Mark all workers for an Ack if that is a large change."""
+    def limit_window(self, steps: int | None, consumed: int = 0) -> None:
+        """Note how many steps the learner wants under way. Mark all workers for an Ack if that is a large change.
+
+        A learner that has `consumed` batches and tells no number needs more of them than workers ship without one.
+        """
+        if steps is None and self.window_steps is None and consumed:
+            steps = 0
         if steps is None or steps == self.window_steps:
             return
         if not steps or not self.window_steps or abs(steps - self.window_steps) > self.window_steps // 4:

@@ -89,10 +89,13 @@ class Acknowledgements:
         """Return how many steps one of `workers` may keep unsettled: its share of what the learner wants, or 0.
 
         In synchronous sampling the worker may keep its share of two rounds, since the learner may publish before it
-        commits.
+        commits. While there are weights and no learner has told this broker a number, a worker keeps one cut: the
+        weights are old once the learner comes.
         """
         if self._store.rounds.active:
             return 2 * self._store.rounds.share(source)
+        if self._store.window_steps is None:
+            return int(self._store.weights != (0, 0))
         return -(-self._store.window_steps // max(1, workers))
 
     def credit(self, source: Source, workers: int) -> int:

@@ -209,7 +209,7 @@ class LearnerSessions:
         learner.take_consumed(commit.consumed_batches)
         if commit.figures is not None:
             self.measures.take(commit.figures, now)
-        self._store.limit_window(commit.window_steps)
+        self._store.limit_window(commit.window_steps, commit.consumed_batches)
         if now < learner.next_check:
             return
         learner.next_check = now + CHECK_S

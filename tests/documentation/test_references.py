@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from redis_reference import redis_keys_as_markdown
 from settings_reference import settings, settings_as_markdown
 from typer.main import get_command
 
+from headrace.deploy.annexes.programs import RunningFleet, fleet
 from headrace.deploy.command.cli import app
 from headrace.deploy.monitoring.finding_kinds import KINDS
 from headrace.deploy.report.run_rows import COLUMNS
@@ -110,6 +112,13 @@ def test_every_event_of_callbacks_is_listed() -> None:
     assert [event for event, row in rows.items() if row not in page] == []
     listed = dict(re.findall(r"^\| `(on_\w+)` \|.*\| (.*) \|$", page, re.M))
     assert {name: tuple(re.findall(r"`(\w+)`", given)) for name, given in listed.items()} == EVENTS
+
+
+def test_the_guide_names_all_arguments_of_a_fleet_in_a_program_and_all_that_it_offers() -> None:
+    page = read("guides/learner.md").partition("## In one program\n")[2].partition("\n## ")[0]
+    offered = {name for name in vars(RunningFleet) if not name.startswith("_")} | {"path", "summary"}
+    named = set(re.findall(r"`(\w+)(?:\((?:\.\.\.)?\))?`", page))
+    assert named == {*signature(fleet).parameters, *offered, "run", "EpisodeStream", "WeightPublisher"}
 
 
 def test_every_column_of_a_runs_rows_is_explained() -> None:

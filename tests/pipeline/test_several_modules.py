@@ -118,6 +118,31 @@ def test_steps_of_a_module_that_an_own_learner_does_not_train_stay_with_the_work
     assert add_up(broker.rows()).balance() == 0
 
 
+def test_a_fleet_stops_at_its_bound_of_steps_where_no_trained_module_plays(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its steps are in no batch. The ledger balances while the worker samples."""
+    most = 4000
+    broker.ask(lambda b: setattr(b.core.store, "max_env_steps", most))
+    plays = {"short": "short", "long": "long"}
+    policies = {"policies": {**TWO_CARTS["policies"], "other": {}}, "policy_mapping_fn": plays}
+    learner = {"enabled": False, "policies_to_train": ["other"]}
+    sections = {**CARTS_AT_RANDOM, "sampling": {**TWO_CARTS, **policies}, "learner": learner}
+    with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections):
+
+        def counted() -> int:
+            rows = broker.rows().values()
+            assert not [problem for row in rows for problem in row.problems()]
+            return sum(row.totals.steps_of_envs for row in rows)
+
+        wait_until(lambda: counted() >= most, "the bound")
+    row = closed_row(broker)
+    cut = 2 * 16
+    assert most <= row.totals.steps_of_envs <= most + 2 * cut, "an Ack may cross a heartbeat"
+    assert row.totals.discarded == {"frozen": row.totals.stepped}
+    assert add_up(broker.rows()).balance() == 0
+
+
 def test_weights_are_applied_by_module_and_an_unpublished_module_stays_frozen(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

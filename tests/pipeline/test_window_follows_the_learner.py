@@ -123,6 +123,7 @@ def test_a_stream_without_updates_leaves_workers_their_full_windows(
     broker: BrokerThread, start_feeder: StartFeeder
 ) -> None:
     feeders = _start(start_feeder, broker, 2)
+    assert _under_way(feeders) == 2 * 16 * STEPS
     with EpisodeStream(broker.endpoints.learner) as stream:
         for _ in range(50):
             assert stream.next(TIMEOUT_S) is not None
@@ -144,6 +145,34 @@ def test_a_learner_that_publishes_only_once_has_a_bounded_window(
             assert stream.next(TIMEOUT_S) is not None
             stream.commit()
         assert _under_way(feeders) <= (2 * 16 if auto_commit else 2 * 64) * STEPS
+
+
+def test_until_a_learner_tells_its_window_each_worker_keeps_one_batch_of_an_earlier_learners_weights(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
+    """As in a resumed run: what workers sample before the learner comes is old once it trains."""
+    with WeightPublisher(broker.endpoints.learner) as weights:
+        weights.publish(WEIGHTS)
+        wait_until(lambda: broker.ask(lambda b: b.core.weights) != (0, 0), "the weights")
+    feeders = _start(start_feeder, broker, 3)
+    assert _under_way(feeders) == 3 * STEPS
+    with EpisodeStream(broker.endpoints.learner) as stream, WeightPublisher(broker.endpoints.learner) as weights:
+        assert _under_way(feeders) == 3 * STEPS
+        weights.publish(WEIGHTS)
+        for _ in range(9):
+            gather(stream, STEPS, NEVER)
+            weights.publish(WEIGHTS)
+            assert _under_way(feeders) == 3 * STEPS
+
+
+def test_a_learner_that_tells_no_window_and_reads_on_gets_more_than_one_batch_of_each_worker(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
+    with WeightPublisher(broker.endpoints.learner) as weights:
+        weights.publish(WEIGHTS)
+    with EpisodeStream(broker.endpoints.learner, auto_commit=False) as stream:
+        _start(start_feeder, broker, 2)
+        assert sum(batch.steps for batch in gather(stream, 20 * STEPS, NEVER)) == 20 * STEPS
 
 
 def test_idle_workers_leave_their_share_of_the_window_to_the_others(

@@ -104,6 +104,8 @@ class WorkerSession:
         """Synchronous sampling: a version, and the steps to ship with it."""
         self._shipped: tuple[Version, int] = ((0, 0), 0)
         """A version, and the steps that were shipped with it."""
+        self._steps_told = 0
+        """Env steps of this worker in the newest batch or heartbeat."""
         self._sent = 0
         self._credit = 0
         self._rejected: dict[int, int] = {}
@@ -142,19 +144,29 @@ class WorkerSession:
         Near the bound the broker must first have counted all steps of this worker. So the fleet stops within one
         fragment of each worker: no worker begins one on an old count. "Near" is less than what all windows hold,
         because a worker may fill its window before it hears that the bound is near. A broker that has just restarted
-        may know of fewer steps than were taken, and lets the fleet take some more.
+        may know of fewer steps than were taken, and lets the fleet take some more. Steps that are in no batch, such as
+        those of frozen modules, go with a heartbeat; an Ack that crosses it lets the worker begin one fragment more.
         """
-        share, window = self.steps_share, self.limits.window_env_steps
         if self.is_synchronous:
             return True  # the broker plans no round beyond the bound
-        if share is None or (window is not None and share > window + self._window.learner_steps):
+        if not self._is_near_bound():
             return True
-        return share > 0 and not self.unaccepted()
+        return self.steps_share != 0 and not self.unaccepted() and not self._untold_steps()
+
+    def _is_near_bound(self) -> bool:
+        share, window = self.steps_share, self.limits.window_env_steps
+        if share is None or window is None:
+            return share is not None
+        return share - self._untold_steps() <= window + self._window.learner_steps
+
+    def _untold_steps(self) -> int:
+        return self.totals.steps_of_envs - self._steps_told
 
     def submit(self, shipment: Shipment) -> None:
         """Take a batch for delivery. Its number must be `next_seq`."""
         self._window.add(shipment)
         self.totals = shipment.totals
+        self._steps_told = shipment.totals.steps_of_envs
         if shipment.frames is not None:  # batches without frames will not reach the learner
             self._shipped = (self.weights, self._shipped_now() + shipment.batch.steps)
 
@@ -236,7 +248,8 @@ class WorkerSession:
         elif now - self._progress_at > 2 * self.limits.retry_s and self._heard > self._progress_at:
             self._sent = self.accepted
             self._progress_at = now
-        if now >= self._next_send:
+        is_late = self._is_near_bound() and self._untold_steps() and not self.unaccepted()
+        if now >= self._next_send or (is_late and self.state is SessionState.ACTIVE):
             self._speak(now)
 
     def take_outbox(self) -> list[Outgoing]:
@@ -298,6 +311,8 @@ class WorkerSession:
         if not self.repeats_figures:
             told = {"counters": fitting(self.read_counters()), "metrics": self.read_metrics()}
             self._figures = {**told, **self.read_figures()}
+        if not self.unaccepted():  # else the broker does not take these totals
+            self._steps_told = self.totals.steps_of_envs
         return Heartbeat(
             slot=self.slot or 0,
             incarnation=self.incarnation,
