@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS
 from headrace.schemas.chunks.batch import ChunkBatch
@@ -45,12 +44,14 @@ class LagMonitor:
         counts: list[int] = self._counts.tolist()
         return counts
 
-    def _count(self, lag: NDArray[np.int64]) -> int:
+    def _count(self, batch: ChunkBatch) -> int:
         """Count the steps by their lag, and return the sum. Most batches have one lag, and are counted at once."""
-        lowest = int(lag.min())
-        if lowest == int(lag.max()):
-            self._counts[bisect_left(LAG_BOUNDS, lowest)] += len(lag)
-            return lowest * len(lag)
+        seqs, (epoch, newest) = batch.columns["weights_seq"], batch.newest
+        if batch.learner_epoch != epoch or seqs.min() == seqs.max():
+            one = newest if batch.learner_epoch != epoch else int(np.maximum(newest - seqs[:1], 0)[0])
+            self._counts[bisect_left(LAG_BOUNDS, one)] += batch.steps
+            return one * batch.steps
+        lag = batch.lag
         self._counts += np.bincount(np.searchsorted(_BOUNDS, lag), minlength=LAG_BUCKETS)
         return int(lag.sum())
 
@@ -58,7 +59,7 @@ class LagMonitor:
         """Count a batch that is handed out. Log a warning for the first late one, which names `update_steps`."""
         if not batch.steps:
             return
-        total = self._count(batch.lag)
+        total = self._count(batch)
         if batch.learner_epoch == 0:
             return
         self._recent.append((total, batch.steps))

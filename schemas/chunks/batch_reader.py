@@ -73,8 +73,9 @@ class BatchReader:
         """
         header = unread.header
         arrays = decode_arrays(unread.raw_header, unread.frames, self._limits)
-        table, columns, further = _split(arrays)
-        looks_back = _check_table(table, header)
+        raw, columns, further = _split(arrays)
+        looks_back = _check_table(raw, header)
+        table = raw.view(CHUNK_TABLE)
         batch = ChunkBatch(
             table=table,
             columns=columns,
@@ -89,11 +90,7 @@ class BatchReader:
             seq=header.seq,
             learner_epoch=header.learner_epoch,
             weights_digest=header.weights_digest,
-            connector_update={
-                name.removeprefix(CONNECTOR_UPDATE): a
-                for name, a in further.items()
-                if name.startswith(CONNECTOR_UPDATE)
-            },
+            connector_update=_without_prefix(CONNECTOR_UPDATE, further) if len(further) > 1 else {},
             newest=newest,
         )
         if (batch.steps, len(batch)) != (header.steps, header.chunks):
@@ -102,13 +99,14 @@ class BatchReader:
         if batch.has_markers and bool((table["end"][table["length"] == 0] != ChunkEnd.ABORTED).any()):
             raise DecodeError("bad_table", "a chunk of no steps that is no end marker")
         self._check_columns(batch)
-        _check_lookback(batch, looks_back=looks_back)
+        if looks_back or any(name.startswith(LOOKBACK) for name in columns):
+            _check_lookback(batch)
         return batch
 
     def _check_columns(self, batch: ChunkBatch) -> None:
         if missing := self._required.keys() - batch.columns.keys():
             raise DecodeError("missing_column", f"column {min(missing)!r:.80} is missing")
-        obs_rows = int(batch.obs_offsets[-1])
+        obs_rows = batch.steps + batch.with_steps
         for name, column in batch.columns.items():
             known = self._known.get(name)
             rows = int(batch.offsets_of(name)[-1]) if known is None else (batch.steps, obs_rows)[known[2]]
@@ -125,8 +123,8 @@ class BatchReader:
 
 def _split(
     arrays: dict[str, NDArray[Any]],
-) -> tuple[NDArray[np.void], dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-    """Return the chunk table, the columns, and the codec's own arrays beside them."""
+) -> tuple[NDArray[np.uint8], dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+    """Return the bytes of the chunk table, the columns, and all of the codec's own arrays."""
     raw = arrays.get("_table")
     if raw is None or raw.dtype != np.uint8 or raw.ndim != 1 or raw.size % CHUNK_TABLE.itemsize:
         raise DecodeError("bad_table", f"no chunk table of {CHUNK_TABLE.itemsize}-byte rows")
@@ -134,20 +132,24 @@ def _split(
     further: dict[str, NDArray[Any]] = {}
     for name, array in arrays.items():
         (further if name.startswith("_") else columns)[name] = array
-    return raw.view(CHUNK_TABLE), columns, further
+    return raw, columns, further
 
 
-def _check_table(table: NDArray[np.void], header: BatchHeader) -> bool:
+def _without_prefix(prefix: str, arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _check_table(raw: NDArray[np.uint8], header: BatchHeader) -> bool:
     """Raise `DecodeError` for a value that no worker writes. Return whether any chunk looks back.
 
     numpy costs time by call, not by row. So the largest of all rows is taken once, byte by byte, for all fields.
     """
-    if not len(table):
+    if not len(raw):
         return False
-    largest = table.view(np.uint8).reshape(len(table), CHUNK_TABLE.itemsize).max(0).tobytes()
+    largest = np.maximum.reduce(raw.reshape(-1, CHUNK_TABLE.itemsize)).tobytes()
     for name, names in zip(_INDICES, (header.agents, header.modules, header.reasons), strict=True):
         if int.from_bytes(largest[_AT[name]], "little") >= len(names):  # the bytes may be of two rows
-            index = int(table[name].max())
+            index = int(raw.view(CHUNK_TABLE)[name].max())
             if index >= len(names):
                 raise DecodeError("bad_table", f"{name} {index} of {len(names)}")
     if (end := largest[_AT["end"]][0]) > ChunkEnd.ABORTED:
@@ -158,15 +160,12 @@ def _check_table(table: NDArray[np.void], header: BatchHeader) -> bool:
     return any(largest[_AT["lookback"]])
 
 
-def _check_lookback(batch: ChunkBatch, *, looks_back: bool) -> None:
+def _check_lookback(batch: ChunkBatch) -> None:
     """Raise `DecodeError` unless all step and observation columns look back or none does.
 
     Raise it also for a chunk that looks back beyond the first step of its episode.
     """
-    back = {name.removeprefix(LOOKBACK): c for name, c in batch.columns.items() if name.startswith(LOOKBACK)}
-    table = batch.table
-    if not back and not looks_back:
-        return
+    table, back = batch.table, _without_prefix(LOOKBACK, batch.columns)
     if bool((table["lookback"] > np.where(table["length"], table["episode_length"] - table["length"], 0)).any()):
         raise DecodeError("bad_table", "a chunk looks back on more steps than lie before it")
     own = {name: c for name, c in batch.columns.items() if not name.startswith((LOOKBACK, STATE_IN))}
