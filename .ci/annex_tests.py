@@ -1,9 +1,9 @@
 """Prints which tests a change waits for, as arguments of pytest.
 
-Usage: python .ci/annex_tests.py [ANNEX], such as env_hosts
+Usage: python .ci/annex_tests.py [ANNEX], such as env_hosts, or main_house
 
 A test file belongs to the annexes whose modules it names; one that names none belongs to the main house. With ANNEX:
-that annex's test files. Without: where this branch and the working tree differ from `main` in files of annexes alone,
+its test files. Without: where this branch and the working tree differ from `main` in files of annexes alone,
 `--ignore` for the files that belong to other annexes only; nothing where the main house has changed.
 """
 
@@ -15,6 +15,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+MAIN = "main house"
 PRODUCT = ("schemas/", "broker/", "workers/", "learner_stub/", "deploy/")
 ANNEXES: dict[str, list[str]] = tomllib.loads((ROOT / ".ci" / "budget.toml").read_text())["annexes"]
 
@@ -23,10 +24,10 @@ def main() -> int:
     """Print the arguments and return the exit code."""
     if sys.argv[1:]:
         name = " ".join(sys.argv[1:]).replace("_", " ")
-        if name not in ANNEXES:
+        if name not in (MAIN, *ANNEXES):
             print(f"no annex is called {name!r}; there are {', '.join(ANNEXES)}", file=sys.stderr)
             return 2
-        print(*(path for path, annexes in test_files().items() if name in annexes))
+        print(*(path for path, annexes in test_files().items() if name in (annexes or {MAIN})))
         return 0
     print(*left_out(changed()))
     return 0

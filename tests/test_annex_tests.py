@@ -66,6 +66,7 @@ def test_a_change_of_annexes_leaves_out_the_tests_of_the_others(
 def test_an_annex_has_tests_of_its_own(checkout: Path) -> None:
     assert arguments(checkout, "watch") == (0, ["tests/deploy/test_both.py", "tests/deploy/test_page.py"])
     assert arguments(checkout, "env_hosts") == (0, ["tests/deploy/test_both.py", "tests/workers/test_hosts.py"])
+    assert arguments(checkout, "main_house") == (0, ["tests/broker/test_broker.py"])
     assert arguments(checkout, "wach") == (2, [])
 
 

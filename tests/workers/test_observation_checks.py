@@ -64,7 +64,7 @@ def test_vectors_of_other_lengths_are_refused_though_they_have_the_right_size_to
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8])
 def test_the_check_of_large_observations_allocates_no_array_of_their_size(dtype: type) -> None:
-    space = gym.spaces.Box(0, 1, (1 << 16,), dtype)
+    space = gym.spaces.Box(0, 1, (1 << 18,), dtype)
     observations = Observations(convert(space, "observation"), 2, check_bounds=True)
     batch = [np.ones(space.shape, dtype) for _ in range(2)]
     tracemalloc.start()
@@ -73,7 +73,7 @@ def test_the_check_of_large_observations_allocates_no_array_of_their_size(dtype:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 1 << 14
+    assert peak < 1 << 16  # numpy 1.26 converts in a buffer of 32 KiB
 
 
 def test_an_empty_batch_of_observations_is_accepted() -> None:

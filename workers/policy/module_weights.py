@@ -72,7 +72,7 @@ def _keeps_numbers(given: NDArray[Any] | torch.Tensor, dtype: torch.dtype) -> bo
             return False
         if tensor.dtype.is_floating_point and dtype.is_floating_point:
             return bool((tensor.to(dtype).isfinite() == tensor.isfinite()).all())
-    except (TypeError, ValueError, NotImplementedError):  # torch has no such dtype, or no arithmetic for it
+    except (TypeError, ValueError, RuntimeError):  # torch has no such dtype, or no arithmetic for it
         return False
     if tensor.dtype == dtype or not (_is_whole(tensor.dtype) and _is_whole(dtype)):
         return tensor.dtype == dtype
