@@ -188,8 +188,7 @@ class WorkerSessions:
 
     def refuse_life(self, peer: Peer, hello: WorkerHello) -> None:
         """Close the books of a worker that joined and is refused now that its envs are known. It has taken no step."""
-        source = self.peers.get(peer)
-        if source is not None and same_token(source.token, hello.token) and not source.accepted:
+        if (source := self.peers.get(peer)) and same_token(source.token, hello.token) and not source.accepted:
             self.forget_peer(source)
             source.close(source.totals, [], Discard.SHUTDOWN)
             self._store.end(source, Discard.SHUTDOWN)
@@ -260,8 +259,7 @@ class WorkerSessions:
     def expel(self, peer: Peer) -> None:
         """Forget a connection that the broker ends, of a worker or a supervisor."""
         self.supervisors.pop(peer, None)
-        source = self.peers.get(peer)
-        if source is not None:
+        if (source := self.peers.get(peer)) is not None:
             self.forget_peer(source)
 
     def _welcome(self, source: Source) -> WorkerWelcome:

@@ -117,8 +117,6 @@ class Fleet:
         self._lease: FleetLease | None = None
         self._signals = signals
         self._obituary_sender: ObituarySender | None = None
-        self._books_before = Snapshot()
-        """What Redis had before this run's broker began, whose first report removes `ended_unix_s`."""
         self._watchdog: FleetWatchdog | None = None
         self._starting_point = StartingPoint()
         self._copier: CheckpointCopier | None = None
@@ -222,7 +220,7 @@ class Fleet:
     def _start_others(self) -> None:
         at, recorders = self.endpoints["worker"], self.run_dir.recorders
         keys = client_keys(self.config.keys.dir, "supervisor", self.config.keys.group)
-        sender = ObituarySender(self.loop, at, self.fleet_id, recorders, keys, books=self._books_before)
+        sender = ObituarySender(self.loop, at, self.fleet_id, recorders, keys, books=self.snapshot)
         self._obituary_sender = sender
         sender.send_unrecorded(self._ended_lives(), self._starting_point.settled, range(self.config.fleet.workers))
         sender.send_left_over()
@@ -320,8 +318,7 @@ class Fleet:
             return
         self._process_reporter = ProcessReporter(url, self.fleet_id, self.processes, self._lease)
         self._choose_checkpoint(url)
-        self._books_before = self.snapshot or Snapshot()
-        steps = steps_at_start(self._books_before, self._ended_lives(), self.run_dir.recorders)
+        steps = steps_at_start(self.snapshot or Snapshot(), self._ended_lives(), self.run_dir.recorders)
         self.numbers_before = replace(self.numbers(), steps=steps)
 
     def _await_books(self, poller: SnapshotPoller, url: str) -> None:

@@ -89,7 +89,7 @@ class ObituarySender:
     A supervisor that does not read Redis repeats an obituary until the broker says that the books of that life are
     final. Then the sender deletes its recorder.
 
-    books: what Redis had when no broker of this supervisor had reported.
+    books: what Redis has at the start.
     """
 
     def __init__(

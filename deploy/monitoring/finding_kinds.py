@@ -108,7 +108,7 @@ _COUNTED = {
     "sampling.env_restart_attempts": " failures of one env in a row",
     "supervisor.restart_attempts": " restarts of one process",
 }
-"""What these limits count. The sentences beside them have the counts of several envs or processes."""
+"""What each limit counts, of one env or process. The sentence of a finding counts all envs or processes."""
 
 
 def observe(

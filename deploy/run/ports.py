@@ -131,8 +131,7 @@ def env_endpoints(config: FleetConfig, run_dir: Path) -> dict[str, str]:
 def _sockets(config: FleetConfig, run_dir: Path, kind: str) -> dict[str, str]:
     """Return "KIND-SLOT" -> the endpoint of that worker's Unix socket."""
     folder = make_socket_folder(run_dir)
-    names = [f"{kind}-{slot}" for slot in range(config.fleet.workers)]
-    return {name: endpoint_of(folder, name) for name in names}
+    return {(name := f"{kind}-{slot}"): endpoint_of(folder, name) for slot in range(config.fleet.workers)}
 
 
 def own_env_hosts(config: FleetConfig, run_dir: Path) -> Iterator[tuple[str, int]]:
@@ -144,12 +143,9 @@ def own_env_hosts(config: FleetConfig, run_dir: Path) -> Iterator[tuple[str, int
     for number in range(hosts):
         slot = number % workers
         of_this_worker = len(range(slot, hosts, workers))
-        yield _near(env_endpoints(config, run_dir)[f"envs-{slot}"]), -(-config.sampling.num_envs // of_this_worker)
-
-
-def _near(endpoint: str) -> str:
-    """Return the endpoint with the loopback address in place of a wildcard address."""
-    return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+        bound = env_endpoints(config, run_dir)[f"envs-{slot}"]
+        address = bound.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+        yield address, -(-config.sampling.num_envs // of_this_worker)
 
 
 def with_client_ports(config: FleetConfig) -> FleetConfig:

@@ -41,7 +41,7 @@ HEARD = {**LATE, "unix_s": NOW - 0.5}
 REMOTE = FleetConfig(sampling=Sampling(env_placement="remote"))
 SERVED = FleetConfig(serving=ServingSection(enabled=True))
 SCRIPT = {"program": "/home/me/ppo.py", "pid": 71.0, "host": "box\x1b", "heard_unix_s": NOW - 9}
-"""What a learner of one's own tells of itself."""
+"""The facts that a learner of one's own reports."""
 GREEDY = {"host": "here", "torch_threads": 8.0, "cores": 4.0}
 SHORT = LearnerSection(steps_per_update=512)
 TIGHT = FleetConfig(learner=SHORT, broker=BrokerSection(max_held_batches=2))

@@ -130,7 +130,7 @@ class RunningFleet:
         self._has_told = False
         self._errors: list[str] = []
         self.summary: dict[str, Any] = {}
-        """What `headrace up --json` tells at its end: steps, episodes, ledger and others. Empty before `close`."""
+        """What `headrace up --json` prints at its end: steps, episodes, ledger and others. Empty until then."""
         command = [sys.executable, "-m", "headrace.deploy", "up", *options, "--run-dir", str(path), "--json", "--quiet"]
         python_path = [*dict.fromkeys(folders), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path), INSIDE: str(os.getpid())}
@@ -177,8 +177,7 @@ class RunningFleet:
         Raises `FleetError` with what `headrace up` says where the fleet has failed, or its books do not balance.
         """
         self._stop()
-        code = self._up.returncode
-        if code != ExitCode.OK and not self._has_told:
+        if self._up.returncode != ExitCode.OK and not self._has_told:
             raise self._failure()
 
     def __enter__(self) -> Self:
@@ -294,9 +293,7 @@ class _OwnFleet:
 
     def stopped(self) -> HeadraceError | None:
         """Return an error that says so, if `headrace up` has ended."""
-        if self._process.poll() is None:
-            return None
-        return FleetError(f"the fleet in {self.path} has ended")
+        return FleetError(f"the fleet in {self.path} has ended") if self.at_goal else None
 
     @property
     def at_goal(self) -> bool:

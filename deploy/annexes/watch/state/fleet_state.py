@@ -191,7 +191,7 @@ def _loss(kind: str, reason: str, steps: int, chunks: int | None) -> Document:
 
 
 def _split(snapshot: Snapshot) -> tuple[Document, Document]:
-    """Return gauges and totals without a label, by name, and those with a label, by name and label value."""
+    """Return two tables of gauges and totals: those without labels by name, the others by name and label value."""
     plain: Document = dict.fromkeys(_COUNTERS, 0) if snapshot.totals else {}
     labels: Document = {}
     for field_name, value in {**snapshot.totals, **snapshot.supervisor_totals, **snapshot.gauges}.items():
