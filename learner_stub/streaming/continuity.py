@@ -109,7 +109,9 @@ class SourceEpisodes:
         rows = self._rows(batch)
         # Chunks of one place stand in order, and numpy keeps the last of repeated indices.
         ordered = rows[in_order(rows)] if batch.has_markers else rows
-        self._open.view(_WHOLE)[ordered["env_index"], ordered["agent"]] = ordered.view(_WHOLE)
+        # All rows of a source with one player are in column 0.
+        columns = ordered["agent"] if len(self._players) > 1 else 0
+        self._open.view(_WHOLE)[ordered["env_index"], columns] = ordered.view(_WHOLE)
 
     def filter(self, batch: ChunkBatch) -> FilteredBatch:
         """Keep the chunks of a batch after a gap that continue or begin an episode; leave out the others."""
@@ -220,15 +222,19 @@ class SourceEpisodes:
         """Return the batch's table in the form of `_open`, which is made wide enough for it."""
         (module_id,) = batch.modules
         envs = int(batch.table["env_index"].max(initial=0)) + 1
-        self._check_places(envs, [(agent, module_id) for agent in batch.agents])
+        named = [(agent, module_id) for agent in batch.agents]
+        if envs > len(self._open) or any(player not in self._players for player in named):
+            self._check_places(envs, named)
+            for player in named:
+                self._players.setdefault(player, len(self._players))
+            self._grow(envs)
         if module_id not in self._templates:
             self._templates[module_id] = _empty(batch)
         rows = batch.table.view(_WHOLE).copy().view(CHUNK_TABLE)
-        players = [self._players.setdefault((agent, module_id), len(self._players)) for agent in batch.agents]
+        players = [self._players[player] for player in named]
         if players != list(range(len(players))):
             rows["agent"] = np.array(players, np.uint16)[rows["agent"]]
         rows["t_start"] = stops(batch.table, batch.columns.get("env_t"))
-        self._grow(envs)
         return rows
 
     def _check_places(self, envs: int, players: Sequence[tuple[str, str]]) -> None:

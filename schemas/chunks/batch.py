@@ -185,7 +185,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     @cached_property
     def steps(self) -> int:
         """Return the number of steps in all chunks together."""
-        return int(self.offsets[-1])
+        return int(self.table["length"].sum())
 
     @cached_property
     def with_steps(self) -> int:
