@@ -187,15 +187,10 @@ class ChunkBatch(Sequence[EpisodeChunk]):
         """Return the number of steps in all chunks together."""
         return int(self.table["length"].sum())
 
-    @cached_property
-    def with_steps(self) -> int:
-        """Return the number of chunks that have steps. The others are end markers of episodes of earlier batches."""
-        return int(np.count_nonzero(self.table["length"]))
-
     @property
     def has_markers(self) -> bool:
         """Return whether a chunk of no steps is among them: the end marker of an episode of an earlier batch."""
-        return self.with_steps < len(self.table)
+        return bool(np.count_nonzero(self.table["length"]) < len(self.table))
 
     @cached_property
     def lag(self) -> NDArray[np.int64]:

@@ -106,7 +106,7 @@ class BatchReader:
     def _check_columns(self, batch: ChunkBatch) -> None:
         if missing := self._required.keys() - batch.columns.keys():
             raise DecodeError("missing_column", f"column {min(missing)!r:.80} is missing")
-        obs_rows = batch.steps + batch.with_steps
+        obs_rows = batch.steps + int(np.count_nonzero(batch.table["length"]))
         for name, column in batch.columns.items():
             known = self._known.get(name)
             rows = int(batch.offsets_of(name)[-1]) if known is None else (batch.steps, obs_rows)[known[2]]
