@@ -145,9 +145,9 @@ class WorkerSession:
         may know of fewer steps than were taken, and lets the fleet take some more.
         """
         share, window = self.steps_share, self.limits.window_env_steps
-        if self.is_synchronous:
-            return True  # the broker plans no round beyond the bound
-        if share is None or (window is not None and share > window + self._window.learner_steps):
+        if share is None or self.is_synchronous:  # in the latter the broker plans no round beyond the bound
+            return True
+        if window is not None and share > window + self._window.learner_steps:
             return True
         return share > 0 and not self.unaccepted()
 
