@@ -76,7 +76,7 @@ class Shipper:
         """(module, return, agent steps) of agents of frozen modules that have ended and are in no batch yet."""
 
     def ship(self, cut: Cut) -> None:
-        """Hand all batches of a cut to the session. The first of them carries the episodes that ended in it.
+        """Hand all batches of a cut to the session. The first that is sent carries the episodes that ended in it.
 
         A batch without chunks is not sent; a cut without chunks only records the totals. Raises `EncodeError` for a
         batch that must not go on the wire. A chunk whose infos alone exceed a message is dropped instead, and counted
@@ -132,8 +132,12 @@ class Shipper:
         by_module = {**self._by_module, module_id: self._by_module.get(module_id, 0) + batch.steps}
         totals = self._totals(seq, shipped, by_module, unsent)
         shipment = self._shipment(batch, held, totals)
-        self._shipped, self._by_module, self._episodes, self._aborted = shipped, by_module, [], []
-        self._frozen_agents.clear()
+        self._shipped, self._by_module = shipped, by_module
+        if shipment.frames is None:
+            del self._episodes[:-MOST_ABORTED]  # the header is lost; that of the next batch tells them
+        else:
+            self._episodes, self._aborted = [], []
+            self._frozen_agents.clear()
         self._recorder.totals(totals, held)
         self._session.submit(shipment)
 
