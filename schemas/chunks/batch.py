@@ -353,9 +353,13 @@ def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = F
     arrays: dict[str, NDArray[Any]] = {"_table": batch.table.view(np.uint8), **batch.columns}
     if batch.infos:
         arrays["_infos"] = np.frombuffer(_dump_infos(batch.infos), np.uint8)
-    arrays |= {CONNECTOR_UPDATE + name: array for name, array in batch.connector_update.items()}
-    absent = {name for name in _OFTEN_EMPTY if not getattr(header, name)}
-    return encode(MessageKind.BATCH, header.model_dump(exclude=absent or None), arrays, compressed=compressed)
+    for name, array in batch.connector_update.items():
+        arrays[CONNECTOR_UPDATE + name] = array
+    fields = {**vars(header), "totals": vars(header.totals)}  # what `model_dump` returns, in a fifth of its time
+    for name in _OFTEN_EMPTY:
+        if not fields[name]:
+            del fields[name]
+    return encode(MessageKind.BATCH, fields, arrays, compressed=compressed)
 
 
 def info_json(info: Any) -> bytes:

@@ -47,23 +47,31 @@ Buffer = bytes | bytearray | memoryview
 
 
 def pack(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[Buffer], list[list[Any]]]:
-    """Lay arrays out in frames. Return (frames, manifest rows [name, dtype, shape, frame, offset])."""
-    joined: list[Buffer] = []
+    """Lay arrays out in frames. Return (frames, manifest rows [name, dtype, shape, frame, offset]).
+
+    A small array is copied once. A large one is not copied if it is contiguous and little-endian.
+    """
+    joined: list[Any] = []
     joined_bytes = 0
     own: list[Buffer] = []
     manifest: list[list[Any]] = []
     for name, array in arrays.items():
-        raw, dtype = _raw(name, array)
-        if len(raw) >= OWN_FRAME_BYTES and len(own) < _OWN_FRAMES:
-            own.append(raw)
-            manifest.append([name, dtype, array.shape, -len(own), 0])
+        code = _CODES.get(array.dtype)
+        if code is None or array.ndim > DEFAULT_LIMITS.dims:
+            array = as_sent(name, array)
+            code = _CODES[array.dtype]
+        nbytes = array.nbytes
+        if nbytes >= OWN_FRAME_BYTES and len(own) < _OWN_FRAMES:
+            own.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            manifest.append([name, code, array.shape, -len(own), 0])
         else:
-            manifest.append([name, dtype, array.shape, 0, joined_bytes])
-            padding = -len(raw) % _ALIGN
-            joined += (raw, bytes(padding))
-            joined_bytes += len(raw) + padding
+            manifest.append([name, code, array.shape, 0, joined_bytes])
+            joined.append(array if array.flags.c_contiguous else array.tobytes())
+            if padding := -nbytes % _ALIGN:
+                joined.append(bytes(padding))
+            joined_bytes += nbytes + padding
     first = [b"".join(joined)] if joined else []
-    for row in manifest:
+    for row in manifest if own else ():
         if row[3] < 0:
             row[3] = len(first) - row[3] - 1
     return [*first, *own], manifest
@@ -82,20 +90,6 @@ def as_sent(name: str, array: NDArray[Any]) -> NDArray[Any]:
     if array.ndim > DEFAULT_LIMITS.dims:
         raise EncodeError(f"array {name!r} has {array.ndim} axes; {DEFAULT_LIMITS.dims} are allowed")
     return array
-
-
-def _raw(name: str, array: NDArray[Any]) -> tuple[Buffer, str]:
-    """Return (bytes, dtype on the wire) of one array.
-
-    A large one is not copied if it is contiguous and little-endian.
-    """
-    code = _CODES.get(array.dtype)
-    if code is None or array.ndim > DEFAULT_LIMITS.dims:
-        array = as_sent(name, array)
-        code = _CODES[array.dtype]
-    if array.nbytes < OWN_FRAME_BYTES:
-        return array.tobytes(), code  # cheaper than a view of its bytes, which are copied into a joint frame anyway
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, code
 
 
 def view(row: Any, frames: Sequence[Buffer], limits: WireLimits) -> tuple[str, NDArray[Any]]:

@@ -139,12 +139,13 @@ def encode_packed(
     `encoding`: fields that say how the frames are compressed. Frame 1 is filled with spaces to `header_bytes` where it
     is shorter. Raises as `encode` does.
     """
-    nbytes = sum(map(len, frames))
+    sizes = list(map(len, frames))
+    nbytes = sum(sizes)
     if len(manifest) > DEFAULT_LIMITS.arrays:
         raise EncodeError(f"{kind.name} has {len(manifest)} arrays; {DEFAULT_LIMITS.arrays} are allowed")
     if nbytes > DEFAULT_LIMITS.payload_bytes:
         raise EncodeError(f"{kind.name} has {nbytes} bytes; {DEFAULT_LIMITS.payload_bytes} are allowed")
-    payload = {"checksum": _checksum(frames), "sizes": [len(f) for f in frames], "arrays": manifest, **(encoding or {})}
+    payload = {"checksum": _checksum(frames), "sizes": sizes, "arrays": manifest, **(encoding or {})}
     return _seal(kind, {**header, "payload": payload}, frames, header_bytes)
 
 

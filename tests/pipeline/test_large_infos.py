@@ -121,3 +121,13 @@ def test_a_chunk_with_too_large_infos_is_dropped_and_logged_and_others_arrive(
     assert "env 1, in 4 steps in a row: a batch's infos have 12" in word
     assert "8388608 are allowed" in word
     assert "set infos = 'none': 4 steps dropped" in word
+
+
+def test_the_episodes_that_ended_are_told_by_the_next_batch_that_arrives(tmp_path: Path) -> None:
+    shipped = Shipped(tmp_path / "a.rec", [3, 0, 0])
+    with shipped.runner:
+        batches = [batch for _ in range(2) for batch in shipped.cut()]
+        shipped.check_books()
+    shipped.recorder.close()
+    assert batches.count(None) == 2, "each cut's first chunk is dropped"
+    assert shipped.episodes == 3 * [(7.0, 7)]

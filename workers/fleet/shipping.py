@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import fields
+from operator import attrgetter
 
 import numpy as np
 
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _COUNTED = [one.name for one in fields(RunnerTotals) if one.name in COUNTERS]
 """Counters that the runner counts. The shipper counts the others."""
+_counts_of = attrgetter(*_COUNTED)
 
 Episodes = list[tuple[float, int]]
 """(return, env steps) of finished episodes."""
@@ -74,7 +76,7 @@ class Shipper:
         """(module, return, agent steps) of agents of frozen modules that have ended and are in no batch yet."""
 
     def ship(self, cut: Cut) -> None:
-        """Hand all batches of a cut to the session. The first of them carries the episodes that ended in it.
+        """Hand all batches of a cut to the session. The first that is sent carries the episodes that ended in it.
 
         A batch without chunks is not sent; a cut without chunks only records the totals. Raises `EncodeError` for a
         batch that must not go on the wire. A chunk whose infos alone exceed a message is dropped instead, and counted
@@ -98,11 +100,15 @@ class Shipper:
 
     def _trained(self, cut: Cut) -> list[ChunkBatch]:
         """Return the batches of a cut that go to the learner. Count the others."""
-        batches = batches_of(cut)
-        for batch in (one for one in batches if one.modules[0] in self._frozen):
+        trained = []
+        for batch in batches_of(cut):
+            module_id = batch.modules[0]
+            if module_id not in self._frozen:
+                trained.append(batch)
+                continue
             self._frozen_steps += batch.steps
-            self._frozen_agents += [(batch.modules[0], *ended) for ended in _ended_agents(batch)]
-        return [batch for batch in batches if batch.modules[0] not in self._frozen]
+            self._frozen_agents += [(module_id, *ended) for ended in _ended_agents(batch)]
+        return trained
 
     def steps_for(self, steps: int) -> int:
         """Return how many agent steps to take to ship `steps`, by the frozen modules' share so far."""
@@ -121,13 +127,17 @@ class Shipper:
 
     def _ship(self, batch: ChunkBatch, unsent: int) -> None:
         seq, (module_id,) = self._session.next_seq, batch.modules
-        shipped = plus(self._shipped, (batch.steps, len(batch)))
+        held = HeldBatch(seq=seq, steps=batch.steps, chunks=len(batch))
+        shipped = plus(self._shipped, held.count)
         by_module = {**self._by_module, module_id: self._by_module.get(module_id, 0) + batch.steps}
         totals = self._totals(seq, shipped, by_module, unsent)
-        held = HeldBatch(seq=seq, steps=batch.steps, chunks=len(batch))
         shipment = self._shipment(batch, held, totals)
-        self._shipped, self._by_module, self._episodes, self._aborted = shipped, by_module, [], []
-        self._frozen_agents.clear()
+        self._shipped, self._by_module = shipped, by_module
+        if shipment.frames is None:
+            del self._episodes[:-MOST_ABORTED]  # the header is lost; that of the next batch tells them
+        else:
+            self._episodes, self._aborted = [], []
+            self._frozen_agents.clear()
         self._recorder.totals(totals, held)
         self._session.submit(shipment)
 
@@ -145,12 +155,12 @@ class Shipper:
                 raise
             env = f"env {int(batch.table['env_index'][0])}"
             return self._oversized(f"{env}, in {held.steps} steps in a row: {error}", held, totals)
-        sent = sum(len(frame) for frame in frames)
-        nbytes = max(sent, batch.nbytes)  # a compressed batch must also fit a peer without compression
+        sent, raw = sum(map(len, frames)), batch.nbytes
+        nbytes = max(sent, raw)  # a compressed batch must also fit a peer without compression
         welcome = self._session.welcome
         limit = welcome.max_batch_bytes if welcome else nbytes
         if nbytes <= limit:
-            self.bytes_shipped = plus(self.bytes_shipped, (batch.nbytes, sent))
+            self.bytes_shipped = plus(self.bytes_shipped, (raw, sent))
             return Shipment(held, sent, frames, totals)
         advice = "lower sampling.rollout_fragment_length or num_envs, or raise the limit"
         what = f"a batch of {nbytes} bytes exceeds broker.max_batch_bytes = {limit}; {advice}"
@@ -189,7 +199,7 @@ class Shipper:
         )
 
     def _totals(self, seq: int, shipped: Count, by_module: dict[str, int], unsent: int) -> WorkerTotals:
-        counted = {name: getattr(self._runner, name) for name in _COUNTED}
+        counted = dict(zip(_COUNTED, _counts_of(self._runner), strict=True))
         counted["open"] += unsent
         discarded = dict(self._runner.discarded)
         if self._frozen_steps:
