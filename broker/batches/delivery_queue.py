@@ -82,6 +82,8 @@ class DeliveryQueue(BrokerObserver):
 
     def first(self) -> tuple[Source, StoredBatch | None] | None:
         """Return the next news: a batch, or (None) that a source has ended. Return None while no news may go out."""
+        if not self._lanes:
+            return None
         if self._stage != self._rounds.stage:
             self._sort_heads()
         while (lane := self._first_lane()) is not None:
