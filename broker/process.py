@@ -423,7 +423,9 @@ class Broker:
         """Send a message without a copy. Drop one to a peer that is gone: it sends a HELLO when it reconnects."""
         socket = self.sockets.learners if peer.startswith(_LEARNER) else self.sockets.workers
         try:
-            sockets.send(socket, [peer[1:], *(content if isinstance(content, list) else content.frames())])
+            frames = content if isinstance(content, list) else content.frames()
+            socket.send(peer[1:], sockets.MORE | sockets.DONTWAIT)
+            sockets.send(socket, frames)
         except zmq.ZMQError as error:
             log.debug("peer %s has gone: %s", peer.hex(), error)
             if error.errno == errno.EHOSTUNREACH:
