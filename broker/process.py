@@ -274,11 +274,10 @@ class Broker:
 
     def _hear(self, socket: Socket, frames: list[zmq.Frame]) -> None:
         """Handle one message."""
-        nbytes = sum(len(frame) for frame in frames[1:])
         peer = (_WORKER if socket is self.sockets.workers else _LEARNER) + frames[0].bytes
         try:
             if self.core.knows(peer) or self._may_speak(socket, peer, frames[-1]):
-                self._take(socket, peer, frames[1:], nbytes)
+                self._take(socket, peer, frames[1:])
         except DecodeError as error:
             self._refuse(peer, error)
         except Exception as error:  # noqa: BLE001  one peer's message must not end the process of all
@@ -297,14 +296,15 @@ class Broker:
         self._send(peer, Reject(code=code, detail=detail))
         return False
 
-    def _take(self, socket: Socket, peer: Peer, frames: list[zmq.Frame], nbytes: int) -> None:
+    def _take(self, socket: Socket, peer: Peer, frames: list[zmq.Frame]) -> None:
         """Handle a message."""
         now, is_of_worker = time.monotonic(), socket is self.sockets.workers
         # A learner's weights may be larger than the largest batch.
         limits = self._limits if is_of_worker else DEFAULT_LIMITS
-        kind, header = decode_header([frame.buffer for frame in frames], limits)
+        message: list[Any] = frames
+        kind, header = decode_header(message, limits)
         if kind is MessageKind.BATCH and is_of_worker:
-            self.core.receive_batch(peer, read_batch_header(header), frames, nbytes, now)  # type: ignore[arg-type]
+            self.core.receive_batch(peer, read_batch_header(header), message, sum(map(len, message)), now)
         elif kind is MessageKind.WEIGHTS and not is_of_worker:
             self._take_weights(peer, header, frames)
         elif kind is MessageKind.LEARNER_ROWS and not is_of_worker:
@@ -423,7 +423,9 @@ class Broker:
         """Send a message without a copy. Drop one to a peer that is gone: it sends a HELLO when it reconnects."""
         socket = self.sockets.learners if peer.startswith(_LEARNER) else self.sockets.workers
         try:
-            sockets.send(socket, [peer[1:], *(content if isinstance(content, list) else content.frames())])
+            frames = content if isinstance(content, list) else content.frames()
+            socket.send(peer[1:], sockets.MORE | sockets.DONTWAIT)
+            sockets.send(socket, frames)
         except zmq.ZMQError as error:
             log.debug("peer %s has gone: %s", peer.hex(), error)
             if error.errno == errno.EHOSTUNREACH:

@@ -234,14 +234,16 @@ class BatchStore:
                 observer.ended(source)
 
     def _count(self, source: Source) -> None:
-        self.steps += source.steps - source.counted
-        source.counted = source.steps
+        steps = source.steps
+        self.steps += steps - source.counted
+        source.counted = steps
 
     def _note_progress(self, source: Source) -> None:
         self.note_changed(source)
         if self.is_reconciled:
             before = source.settled
-            self._tell_settled(source, source.settle_dropped(), before)
+            if gone := source.settle_dropped():
+                self._tell_settled(source, gone, before)
 
     def _tell_settled(self, source: Source, batches: list[StoredBatch], before: Settled) -> None:
         for observer in self.observers if batches else ():

@@ -33,13 +33,14 @@ class _Lane:
 
     def drop_settled(self) -> bool:
         """Drop the news at the head whose batch is settled, or with the learner. Return whether there were any."""
-        held, before = self.source.held, len(self.news)
+        held, dropped = self.source.held, False
         while self.news and (seq := self.news[0][1]):
             batch = held.get(seq)
             if batch is not None and not batch.with_learner:
                 break
             self.news.popleft()
-        return len(self.news) < before
+            dropped = True
+        return dropped
 
 
 class DeliveryQueue(BrokerObserver):
@@ -82,6 +83,8 @@ class DeliveryQueue(BrokerObserver):
 
     def first(self) -> tuple[Source, StoredBatch | None] | None:
         """Return the next news: a batch, or (None) that a source has ended. Return None while no news may go out."""
+        if not self._lanes:
+            return None
         if self._stage != self._rounds.stage:
             self._sort_heads()
         while (lane := self._first_lane()) is not None:

@@ -68,6 +68,8 @@ class Source:
 
     slot: int
     incarnation: int
+    key: tuple[int, int] = field(init=False)
+    """(slot, incarnation)."""
     token: str = ""
     peer: Peer | None = None
     accepted: int = 0
@@ -131,10 +133,8 @@ class Source:
     counted: int = 0
     """Part of `steps` that the fleet's sum already includes."""
 
-    @property
-    def key(self) -> tuple[int, int]:
-        """Return (slot, incarnation)."""
-        return (self.slot, self.incarnation)
+    def __post_init__(self) -> None:
+        self.key = (self.slot, self.incarnation)
 
     @property
     def ended(self) -> bool:

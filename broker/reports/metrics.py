@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +51,7 @@ class FleetMetrics(BrokerObserver):
         """(time, env steps) of each recent batch."""
         self._env_steps: dict[tuple[int, int], int] = {}
         """Env steps of each source as of its last batch."""
-        self._counted: dict[tuple[int, int], Counter[str]] = {}
+        self._counted: defaultdict[tuple[int, int], Counter[str]] = defaultdict(Counter)
         """Counters of each life that is not folded, by the batches that this broker accepted."""
         self._counted_before: dict[tuple[int, int], Mapping[str, int]] = {}
         """Counters of each life that an earlier broker reported."""
@@ -88,7 +88,9 @@ class FleetMetrics(BrokerObserver):
             return
         self._accepted_lag[bisect_left(LAG_BOUNDS, _lag(told, self.core.weights))] += told.steps
         self._episodes.extend(told.episodes)
-        self._aborted.extend(told.aborted)
+        if told.aborted:
+            self._aborted.extend(told.aborted)
+            self._counted[source.key][ABORTED_EPISODES] += len(told.aborted)
         if told.agent_returns and len(told.modules) == 1:
             self._observe_agents(told.modules[0], told.agent_returns, told.agent_lengths)
         for module_id, earned, length in told.frozen_agents:
@@ -98,14 +100,12 @@ class FleetMetrics(BrokerObserver):
         before = self._env_steps.get(key, 0 if told.seq == 1 else env_steps)
         self._arrivals.append((held.at, max(0, env_steps - before)))
         self._env_steps[key] = env_steps
-        counted = self._counted.setdefault(key, Counter())
-        counted[ACCEPTED_BYTES] += held.nbytes
-        counted[ABORTED_EPISODES] += len(told.aborted)
+        self._counted[key][ACCEPTED_BYTES] += held.nbytes
 
     def settled(self, source: Source, batches: Sequence[StoredBatch], before: Settled) -> None:
         """Count the bytes of batches that the learner has committed."""
         chunks = source.settled.committed[1] - before.committed[1]
-        self._counted.setdefault(source.key, Counter())[COMMITTED_BYTES] += _committed_bytes(batches, chunks)
+        self._counted[source.key][COMMITTED_BYTES] += _committed_bytes(batches, chunks)
 
     def counters_of(self, source: Source) -> dict[str, int]:
         """Return the lifetime counters of a life that its ledger row does not have, without those that are 0."""

@@ -60,7 +60,7 @@ def _check_last_words(words: LastWords) -> None:
 
 def _check_totals(totals: WorkerTotals) -> None:
     """Check that totals add up, as the ledger's equation says."""
-    dropped = sum(count[0] for count in totals.dropped.values())
+    dropped = total_of(totals.dropped.values())[0] if totals.dropped else 0
     parts = totals.open + sum(totals.discarded.values()) + dropped + totals.shipped
     if totals.stepped != parts:
         raise _implausible(f"{totals.stepped} steps, of which {parts} are open, discarded, dropped or shipped")

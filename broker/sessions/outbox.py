@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.broker.batches.source import Peer
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import Message, Reject
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """One message for one peer. A batch goes as the frames it came in."""
 
     peer: Peer

@@ -293,11 +293,12 @@ class WorkerSessions:
         source = self._source_of(peer, told.slot, told.incarnation)
         if source is None:
             return False
-        self._store.note_changed(source)
         if held.seq != source.accepted + 1:
+            self._store.note_changed(source)
             return False
         self._hear(source, now)
         if excess := self._store.excess(source, held):
+            self._store.note_changed(source)
             self._refuse(peer, f"worker {source.slot} (incarnation {source.incarnation})", *excess)
             return False
         self._store.accept(source, held, told)

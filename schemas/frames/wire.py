@@ -196,7 +196,7 @@ def read_tag(frame: Buffer) -> tuple[MessageKind, int, int, int]:
         raise DecodeError("bad_tag", f"frame 0 has {len(frame)} bytes, not {_TAG_BYTES}")
     magic, major, minor, kind, zero, checksum = _TAG.unpack(frame)
     if magic != MAGIC or zero != 0:
-        raise DecodeError("bad_tag", f"frame 0 starts with {bytes(frame[:8])!r}, which is not Headrace")
+        raise DecodeError("bad_tag", f"frame 0 starts with {bytes(frame)[:8]!r}, which is not Headrace")
     known = _KINDS.get(kind)
     if known is None:
         _check_version(major, minor)
