@@ -21,7 +21,7 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.settings import ENV_PREFIX
 from headrace.schemas.settings.config import FleetConfig, is_loopback
-from headrace.schemas.settings.nearest_names import nearest_name
+from headrace.schemas.settings.nearest_names import REMOVED, nearest_name
 
 log = logging.getLogger(__name__)
 
@@ -141,8 +141,10 @@ def by_key(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _nearest(key: str) -> str:
     known = list(known_keys()) if "." in key else list(FleetConfig.model_fields)
+    if "." in key and key.rpartition(".")[2] in REMOVED:
+        return "; an earlier version had it, and this one has no such setting; leave it out"
     elsewhere = [name for name in known if "." in key and name.partition(".")[2] == key.partition(".")[2]]
-    near = nearest_name(key, elsewhere or known, cutoff=0.0 if elsewhere else 0.5)
+    near = nearest_name(key, elsewhere or known, cutoff=0.0 if elsewhere else 0.75)
     return f"; did you mean {near}?" if near else "; `headrace up --print-config` lists all keys"
 
 

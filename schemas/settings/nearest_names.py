@@ -35,6 +35,7 @@ _MEANT = {
     "vf_coef": ("value_coefficient",),
     "ent_coef": ("entropy_coefficient",),
     # of earlier versions
+    "drain_timeout_s": ("stop_timeout_s",),
     "env_construct_timeout_s": ("env_reset_timeout_s",),
     "env_hosts_lease_s": ("lease_s",),
     "heartbeat_interval_s": ("lease_s",),
@@ -46,10 +47,25 @@ _MEANT = {
     "transport": ("host",),
     "wandb": ("loggers",),
     "window_bytes": ("max_held_bytes",),
+    "learner_port": ("port",),
+    "weights_port": ("port",),
     "worker_port": ("port",),
     "zombie_grace_s": ("lease_s",),
 }
 """A name that another library, or an earlier version, has for a setting -> our name, the first that is known."""
+
+REMOVED = frozenset(
+    """
+    ack algorithm anneal_steps anneal_to buffer_size cpus_per_worker env_close_timeout_s env_host_options
+    env_hosts_allow_insecure env_hosts_host env_hosts_timeout_s env_restart_backoff_max_s env_restart_backoff_s
+    env_restart_window_s evaluate_episodes exploration_final exploration_steps external_action_timeout_s
+    external_log_timeout_s external_silence_timeout_s external_start_timeout_s gradient_steps_per_step
+    http_max_connections http_hosts http_token learning_starts log log_max_bytes log_when_full max_connections
+    max_file_bytes max_idle_env_steps max_sessions n_step restart_backoff_max_s restart_backoff_s restart_window_s
+    scratch_dir stop_signal target_update_interval value_clip worker_options
+    """.split()  # noqa: SIM905 - a list would take 47 lines
+)
+"""Settings of earlier versions that have no successor: a constant took their place, or their part is gone."""
 
 
 def nearest_name(given: str, known: Collection[str], cutoff: float) -> str | None:

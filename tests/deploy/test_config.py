@@ -90,6 +90,20 @@ def test_an_unknown_key_names_the_nearest() -> None:
         _ = Asked(sets=["sampling.num_env=3"]).settings
 
 
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("broker.weights_port", r"did you mean broker\.port\?"),
+        ("worker.drain_timeout_s", r"did you mean supervisor\.stop_timeout_s\?"),
+        ("broker.ack", "an earlier version had it, and this one has no such setting; leave it out"),
+        ("worker.rollout_length", "`headrace up --print-config` lists all keys"),
+    ],
+)
+def test_a_key_of_an_earlier_version_names_its_successor_or_says_that_it_is_gone(key: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: unknown key; {remedy}"):
+        _ = Asked(sets=[f"{key}=1"]).settings
+
+
 def test_children_get_the_resolved_values_whatever_the_environment_says(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
