@@ -78,6 +78,8 @@ class MessageKind(IntEnum):
     ENV_ORDERS = 21
     ENV_ANSWERS = 22
     LEARNER_ROWS = 23
+    TASKS = 24
+    TASKS_ACK = 25
     EPISODE_START = 40  # from here on: between a policy server and its clients
     EPISODE_STEP = 41
     EPISODE_ABORT = 42

@@ -8,6 +8,7 @@
     HEARTBEAT    ─────────────────────────────▶ ─────────────────────────────▶ STATUS
     WEIGHTS      ◀──────────── (PUB) ────────── ◀─────────────────────────── WEIGHTS, answered by WEIGHTS_ACK
     LEARNER_ROWS                               ◀─────────────────────────── rows that it logged, until stored
+    TASKS        ◀───────────────────────────── ◀──────── (teacher) ──────── TASKS, answered by TASKS_ACK
     WEIGHTS_PULL ─────────────────────────────▶
     WEIGHTS_PART ◀─────────────────────────────
     SKIP         ─────────────────────────────▶ ─────────────────────────────▶ SOURCE_START, SOURCE_GAP
@@ -50,6 +51,12 @@ from headrace.schemas.messages.message_base import (
     tellable_shapes as tellable_shapes,
     tellable_weights as tellable_weights,
 )
+from headrace.schemas.messages.task_messages import (
+    Tasks as Tasks,
+    TasksAck as TasksAck,
+    TeacherHello as TeacherHello,
+    WeightedTask as WeightedTask,
+)
 from headrace.schemas.messages.weights_messages import (
     WeightsAck as WeightsAck,
     WeightsHeader as WeightsHeader,
@@ -72,6 +79,7 @@ HELLO_BY_ROLE: dict[str, type[Message]] = {
     "worker": WorkerHello,
     "learner": LearnerHello,
     "supervisor": SupervisorHello,
+    "teacher": TeacherHello,
 }
 
 

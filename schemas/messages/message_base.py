@@ -22,7 +22,7 @@ MOST_DETAIL = 1000
 MOST_SHORT_DETAIL = 200
 
 
-Receiver = Literal["broker", "worker", "stream", "publisher", "supervisor"]
+Receiver = Literal["broker", "worker", "stream", "publisher", "teacher", "supervisor"]
 """A process of the fleet, or the part of a learner, that takes control messages."""
 
 
@@ -114,7 +114,7 @@ class Reject(Message):
     """Refuses this peer or this message; `fatal` says whether the peer must stop."""
 
     KIND = MessageKind.REJECT
-    TO = ("worker", "stream", "publisher", "supervisor")
+    TO = ("worker", "stream", "publisher", "teacher", "supervisor")
     code: str
     detail: str
     fatal: bool = True
@@ -129,7 +129,7 @@ class Fenced(Message):
     """
 
     KIND = MessageKind.FENCED
-    TO = ("worker", "stream", "publisher")
+    TO = ("worker", "stream", "publisher", "teacher")
     detail: str
     accepted: Natural = 0
     settled: Settled = Settled()

@@ -176,7 +176,7 @@ class Heartbeat(Message):
     LEFT_OUT = frozenset(
         (
             *("time_s", "envs_lost", "env_hosts", "env_host_versions", "serving", "ports", "env_error"),
-            *("bytes_shipped", "waited_s", "window", "usage", "envs_usage"),
+            *("bytes_shipped", "waited_s", "window", "usage", "envs_usage", "tasks"),
         )
     )
     slot: Slot
@@ -224,6 +224,8 @@ class Heartbeat(Message):
     """The use of its process; None where the system does not tell."""
     envs_usage: Usage | None = None
     """The use of the processes of its envs, or its env hosts, together; None where it has none."""
+    tasks: Version | None = None
+    """The tasks that its next resets take; None: it has none."""
 
 
 class LastWords(Message):

@@ -1,0 +1,143 @@
+"""Tasks of episodes: what a task may hold, rules that give each env its own value, and the task that a chunk names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import orjson
+
+from headrace.schemas.errors import EncodeError
+
+MOST_TASK_BYTES = 4096
+"""Most bytes of one task as JSON."""
+
+SPREAD = "spread"
+"""The key of a rule in the place of a value; see `spread`."""
+
+Over = Literal["fleet", "workers", "envs"]
+Scale = Literal["linear", "log"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The task of one episode, in force since the reset that began it."""
+
+    version: tuple[int, int]
+    """(epoch, seq) of the publication that it comes from."""
+    values: Mapping[str, Any]
+    """What the env got, with rules replaced by this env's values."""
+    group: int | None = None
+    """Number of the group of episodes that begin with the same seed and task; None without groups."""
+    member: int = 0
+    """Its place in the group, from 0 on."""
+
+    def as_json(self) -> list[Any]:
+        """Return the task as it stands in the header of a batch."""
+        return [list(self.version), dict(self.values), self.group, self.member]
+
+
+class Place(NamedTuple):
+    """Where an env stands in its fleet: env `env` of `num_envs` in worker `worker` of `num_workers`."""
+
+    worker: int
+    num_workers: int
+    env: int
+    num_envs: int
+
+
+def spread(first: float, last: float, *, over: Over = "fleet", scale: Scale = "linear") -> dict[str, Any]:
+    """Return a rule that stands in a task for a number which differs from env to env.
+
+    The numbers go from `first` to `last` in equal steps, or in equal ratios with scale "log". `over` says what they
+    are counted over: all envs of the fleet, the workers, or the envs of each worker. `spread(0.4, 0.4**8, scale="log")`
+    gives env i of n the epsilon 0.4 ** (1 + 7 * i / (n - 1)) of Ape-X (https://arxiv.org/abs/1803.00933).
+
+    Raises `EncodeError` for numbers that are not finite, and for a "log" scale unless both are positive.
+    """
+    ends = (first, last)
+    if not all(isinstance(end, int | float) and math.isfinite(end) for end in ends):
+        raise EncodeError(f"spread({first!r}, {last!r}): give two finite numbers")
+    if scale == "log" and min(ends) <= 0:
+        raise EncodeError(f"spread({first!r}, {last!r}, scale='log'): both must be above 0")
+    if over not in ("fleet", "workers", "envs") or scale not in ("linear", "log"):
+        raise EncodeError(
+            f"spread(over={over!r}, scale={scale!r}): over is fleet, workers or envs; scale linear or log"
+        )
+    return {SPREAD: [float(first), float(last), over, scale]}
+
+
+def values_at(values: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """Return the values that the env at `place` gets: rules become numbers."""
+    return {name: _spread_at(value[SPREAD], place) if _is_rule(value) else value for name, value in values.items()}
+
+
+def _is_rule(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _spread_at(rule: list[Any], place: Place) -> float:
+    first, last, over, scale = rule
+    index, count = {
+        "fleet": (place.worker * place.num_envs + place.env, place.num_workers * place.num_envs),
+        "workers": (place.worker, place.num_workers),
+        "envs": (place.env, place.num_envs),
+    }[over]
+    at = min(index / (count - 1), 1.0) if count > 1 else 0.0  # a worker beyond the fleet's number gets the last value
+    if scale == "log":
+        return float(first ** (1 - at) * last**at)
+    return float(first + (last - first) * at)
+
+
+def check_values(values: Any) -> dict[str, Any]:
+    """Return a task's values as JSON has them. Raises `EncodeError` for a task that cannot be published.
+
+    A task is a mapping of names to numbers, text, bools, None, lists of these, or rules of `spread`.
+    """
+    if not isinstance(values, Mapping):
+        raise EncodeError(f'a task is a mapping such as {{"level": 3}}, not {values!r:.100}')
+    for name, value in values.items():
+        if not isinstance(name, str) or not name.isprintable():
+            raise EncodeError(f"a task's name {name!r:.80} is no printable text")
+        if isinstance(value, Mapping):
+            _check_rule(name, value)
+        elif (odd := _beyond_json(value)) is not None:
+            raise EncodeError(
+                f"task value {name!r:.80}: {odd!r:.80} is no finite number, text, bool, None or list of these"
+            )
+    written = orjson.dumps(dict(values), option=orjson.OPT_SERIALIZE_NUMPY)
+    if len(written) > MOST_TASK_BYTES:
+        raise EncodeError(
+            f"a task of {len(written):,} bytes as JSON; at most {MOST_TASK_BYTES:,} may be published: give the env a "
+            "name or a seed from which it makes the rest"
+        )
+    read: dict[str, Any] = orjson.loads(written)
+    return read
+
+
+def _check_rule(name: str, value: Mapping[Any, Any]) -> None:
+    try:
+        (first, last, over, scale) = value[SPREAD]
+        if len(value) != 1:
+            raise ValueError
+    except (KeyError, TypeError, ValueError) as error:
+        raise EncodeError(
+            f"task value {name!r:.80} is a mapping; only what `spread(first, last)` returns may be one"
+        ) from error
+    spread(first, last, over=over, scale=scale)
+
+
+def _beyond_json(value: Any) -> Any:
+    """Return the first part of a value that a task may not hold; None if there is none."""
+    if isinstance(value, list | tuple):
+        return next((odd for item in value if (odd := _beyond_json(item)) is not None), None)
+    if value is None or isinstance(value, bool | str):
+        return None
+    if isinstance(value, int):
+        return None if -(2**53) <= value <= 2**53 else value
+    number = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+    if isinstance(number, bool | int):
+        return None
+    return None if isinstance(number, float) and math.isfinite(number) else value

@@ -1,0 +1,65 @@
+"""Messages that carry tasks from a teacher through the broker to the workers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from headrace.schemas.basics.bounds import ChosenName, ListOf, Version
+from headrace.schemas.chunks.task import check_values
+from headrace.schemas.errors import EncodeError
+from headrace.schemas.frames.wire import MessageKind
+from headrace.schemas.messages.message_base import Message
+
+MOST_TASKS = 64
+"""Most tasks of one distribution."""
+MOST_GROUP = 1 << 16
+
+
+class WeightedTask(BaseModel):
+    """One task of a distribution: an episode gets it with a probability proportional to its weight."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    values: dict[str, Any]
+    weight: float = Field(default=1.0, gt=0, le=1e9)
+
+    @field_validator("values")
+    @classmethod
+    def _check(cls, values: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return check_values(values)
+        except EncodeError as error:
+            raise ValueError(str(error)) from error
+
+
+class TeacherHello(Message):
+    """Announces a teacher. A `TasksAck` answers it, with the teacher's new epoch and seq 0."""
+
+    KIND = MessageKind.HELLO
+    role: Literal["teacher"] = "teacher"
+    fleet_id: ChosenName = ""
+    """Empty: any fleet that this broker serves."""
+
+
+class Tasks(Message):
+    """Teacher to broker to workers: from the next resets on, each episode gets one of these tasks.
+
+    An empty list takes the tasks away: episodes have none from their next reset on.
+    """
+
+    KIND = MessageKind.TASKS
+    TO = ("broker", "worker")
+    version: Version
+    """(teacher's epoch, seq), ordered as a pair. A newer one replaces an older one."""
+    tasks: Annotated[ListOf[WeightedTask], Field(max_length=MOST_TASKS)] = []
+    group: Annotated[int, Field(ge=0, le=MOST_GROUP)] = 0
+    """Number of episodes that begin with the same seed and task; 0: each draws its own."""
+
+
+class TasksAck(Message):
+    """Broker to teacher: the broker keeps this version, in its run directory too."""
+
+    KIND = MessageKind.TASKS_ACK
+    TO = ("teacher",)
+    version: Version
