@@ -251,8 +251,7 @@ class WorkerSession:
         elif now - self._progress_at > 2 * self.limits.retry_s and self._heard > self._progress_at:
             self._sent = self.accepted
             self._progress_at = now
-        has_untold = self.totals.steps_of_envs > self._steps_told and not self.unaccepted()
-        is_late = has_untold and self._is_near_bound()
+        is_late = self._is_near_bound() and self.totals.steps_of_envs > self._steps_told and not self.unaccepted()
         if now >= self._next_send or (is_late and self.state is SessionState.ACTIVE):
             self._speak(now)
 

@@ -31,15 +31,12 @@ _COUNTED = [one.name for one in fields(RunnerTotals) if one.name in COUNTERS]
 """Counters that the runner counts. The shipper counts the others."""
 _counts_of = attrgetter(*_COUNTED)
 
-Episodes = list[tuple[float, int]]
-"""(return, env steps) of finished episodes."""
-
 
 class Shipper:
     """The counts of one incarnation. Each total is written to the recorder before a message carries it.
 
     - runner: the runner's own totals.
-    - take_episodes: returns the episodes that ended since its last call.
+    - take_episodes: returns (return, env steps) of the episodes that ended since its last call.
     - is_compressed: returns whether to compress the next batch.
     - frozen: modules whose batches are counted and not sent.
     """
@@ -50,7 +47,7 @@ class Shipper:
         session: WorkerSession,
         recorder: Recorder,
         runner: RunnerTotals,
-        take_episodes: Callable[[], Episodes],
+        take_episodes: Callable[[], list[tuple[float, int]]],
         is_compressed: Callable[[], bool] = lambda: False,
         frozen: Container[str] = (),
     ) -> None:
@@ -214,7 +211,7 @@ class Shipper:
         )
 
 
-def _ended_agents(batch: ChunkBatch) -> Episodes:
+def _ended_agents(batch: ChunkBatch) -> list[tuple[float, int]]:
     """Return (return, agent steps) of the newest agents whose episodes end in `batch`; none for an env of one agent."""
     if list(batch.agents) == [DEFAULT_AGENT]:
         return []
