@@ -150,10 +150,8 @@ class WorkerSession:
         batch, such as those of frozen modules, go with a heartbeat; an Ack that crosses it lets the worker begin one
         fragment more.
         """
-        if self.is_synchronous:
-            return True  # the broker plans no round beyond the bound
-        if not self._is_near_bound():
-            return True
+        if self.is_synchronous or not self._is_near_bound():
+            return True  # in synchronous sampling the broker plans no round beyond the bound
         return self.steps_share != 0 and not self.unaccepted() and not self._uncounted_steps()
 
     def _is_near_bound(self) -> bool:
