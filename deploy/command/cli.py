@@ -236,7 +236,7 @@ def audit(
     problems = []
     for resolved in resolve_each(asked):
         named = named_fleet(resolved)
-        folder = whole_run_dir(resolved) if named is not None else chosen_run(resolved)
+        folder = whole_run_dir(resolved) if named is not None else chosen_run(resolved.fleet.run_dir)
         problems += audit_run(folder, as_json=as_json, stream=sys.stdout, named=named)
     if strict and problems:
         raise HeadraceError("the books do not balance: " + "; ".join(problems))

@@ -210,8 +210,7 @@ def test_deliveries_do_not_lift_the_cap_of_the_window(monkeypatch: pytest.Monkey
 
 def test_restart_waits_double_up_to_a_maximum_and_a_delivery_resets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the waits of tests, which are none
-    config = runner(env_restart_attempts=20).config
-    budget = RestartBudget(config, 0)
+    budget = RestartBudget(20, 2**31 - 1, 0)
     error = RuntimeError()
     assert [budget.spend(error, 0.0) for _ in range(10)] == [0.0, *(0.05 * 2**n for n in range(7)), 5.0, 5.0]
     budget.delivered()

@@ -104,7 +104,7 @@ class Membership:
         self._is_lent = False
         self._error: HeadraceError | None = None
         """Error of a pump that was not the sampling thread's."""
-        self._watch = CallWatch(config, self.recorder, self._keep_alive)
+        self._watch = CallWatch(config.sampling.call_limits(), self.recorder, self._keep_alive)
         self.expect_silence()
         log.info("joined fleet %s as slot %d incarnation %d", fleet_id, self.slot, self.incarnation)
 

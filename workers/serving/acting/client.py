@@ -28,7 +28,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.calls import Answer
 from headrace.workers.external.env import ExternalEnv
-from headrace.workers.runner.any_runner import open_runner
+from headrace.workers.runner.single_agent_env_runner import open_runner
 from headrace.workers.sampling.module_batches import Cut
 from headrace.workers.serving.acting.shipments import Shipments
 from headrace.workers.serving.acting.weights_puller import WeightsPuller
