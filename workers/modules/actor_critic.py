@@ -18,8 +18,7 @@ from headrace.workers.modules.choice_act import ChoiceAct
 from headrace.workers.modules.distributions import ActionDistribution, Gaussian
 from headrace.workers.modules.encoders import Encoder, is_plain_vector
 from headrace.workers.modules.gaussian_act import GaussianAct
-from headrace.workers.modules.kept_layers import KeptLayers
-from headrace.workers.modules.layers import linear
+from headrace.workers.modules.layers import KeptLayers, linear
 from headrace.workers.policy.module_protocol import NumpyAct
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}

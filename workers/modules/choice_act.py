@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import Discrete
 from headrace.workers.modules.distributions import choice_logp
-from headrace.workers.modules.kept_layers import KeptLayers
+from headrace.workers.modules.layers import KeptLayers
 from headrace.workers.policy.module_protocol import OUTPUTS, NumpyAct
 
 Array = NDArray[Any]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.workers.modules.distributions import Gaussian, normal_logp
-from headrace.workers.modules.kept_layers import KeptLayers
+from headrace.workers.modules.layers import KeptLayers
 from headrace.workers.policy.module_protocol import OUTPUTS, NumpyAct
 
 Array = NDArray[Any]

@@ -25,9 +25,8 @@ from headrace.schemas.errors.episodes import EpisodeTimeoutError
 from headrace.schemas.errors.serving import MessageTooLargeError, UnknownSessionError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.calls import Answer
-from headrace.workers.external.env import ExternalEnv
+from headrace.workers.external.env import ExternalEnv, ExternalMultiAgentEnv
 from headrace.workers.runner.any_runner import open_runner
 from headrace.workers.sampling.module_batches import Cut
 from headrace.workers.serving.acting.shipments import Shipments

@@ -1,10 +1,15 @@
-"""The addresses of the page: its files, the newest state, a stream of states, curves, and the fleet's rendezvous."""
+"""The process of the page: one thread reads Redis once a second for all viewers, another one serves them.
+
+It serves its files, the newest state, a stream of states, curves, and the fleet's rendezvous.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import orjson
@@ -16,8 +21,13 @@ from starlette.routing import Route
 
 from headrace.deploy.annexes.watch.exporter.metrics_text import metrics_text
 from headrace.deploy.annexes.watch.page.hub import INTERVALS, Hub
+from headrace.deploy.annexes.watch.state.fleet_state import StateReader
+from headrace.deploy.annexes.watch.state.series import CurvesReader
 from headrace.deploy.annexes.watch.state.shown_figures import PAGE_CHARTS, PAGE_CURVES
+from headrace.deploy.annexes.watch.web.web_port import WebPort
+from headrace.deploy.monitoring.facts import FactsReader
 from headrace.schemas.basics.run_files import RENDEZVOUS_FILE, rendezvous_path
+from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.peers.rendezvous import Published
 from headrace.schemas.settings.config import FleetConfig
 
@@ -29,6 +39,12 @@ _ALIVE_S = 15.0
 _FIRST_S = 3.0
 """Seconds for which an answer waits for the first state."""
 RENDEZVOUS = f"/{RENDEZVOUS_FILE}"
+READ_S = 1.0
+"""Seconds between two reads."""
+_SHARE = 25
+"""A pause is at least so many times as long as the CPU time of the read before it, so that a large fleet's page is
+slower and not more costly.
+"""
 
 
 def make_app(hub: Hub) -> Starlette:
@@ -131,3 +147,35 @@ def _number(request: Request, name: str, default: float) -> float:
     except ValueError:
         return -1.0
     return value if math.isfinite(value) else -1.0
+
+
+def serve_page(reader: FactsReader, listen: str, token_file: Path | None, announce: Callable[[str], None]) -> None:
+    """Serve the page until a stop signal. Then show the newest state once more to all viewers.
+
+    `announce` gets the page's address once it can be opened. Raises what `WebPort` raises.
+    """
+    hub = Hub()
+    with (
+        stop_event() as stopping,
+        WebPort(listen, token_file) as port,
+        port.serving(make_app(hub), public=(RENDEZVOUS,)),
+    ):
+        announce(f"{port.url}/")
+        try:
+            _read_until(stopping, hub, reader)
+        finally:
+            hub.end()
+
+
+def _read_until(stopping: threading.Event, hub: Hub, reader: FactsReader) -> None:
+    states, curves = StateReader(reader), CurvesReader(INTERVALS)
+    while True:
+        began, is_last = time.thread_time(), stopping.is_set()
+        state = states.read()
+        with hub.series_lock:
+            curves.read(reader.view, at_once=is_last)
+        hub.readers = curves.readers
+        hub.publish(state, states.facts)
+        if is_last:
+            return
+        stopping.wait(max(READ_S, _SHARE * (time.thread_time() - began)))
