@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from headrace.schemas.chunks.spaces import Space, Spaces, leaves
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.serving.row_layout import RowLayout
-from headrace.workers.serving.serving_agents import AgentsStep, agent_spaces_to_json
-from headrace.workers.serving.serving_messages import EpisodeStep
+from headrace.workers.serving.serving_messages import AgentsStep, EpisodeStep, agent_spaces_to_json
 from headrace.workers.serving.space_codec import SpaceCodec, row_or_error
 
 

@@ -32,8 +32,8 @@ from headrace.workers.sampling.module_batches import Cut
 from headrace.workers.serving.acting.shipments import Shipments
 from headrace.workers.serving.acting.weights_puller import WeightsPuller
 from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.client.connection import ServerPlace, find_server
 from headrace.workers.serving.client.logged_returns import read_info
-from headrace.workers.serving.client.server_place import ServerPlace, find_server
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.serving_messages import ClientBye
 
