@@ -34,22 +34,8 @@ _MEANT = {
     "clip_range": ("clip",),
     "vf_coef": ("value_coefficient",),
     "ent_coef": ("entropy_coefficient",),
-    # of earlier versions
-    "env_construct_timeout_s": ("env_reset_timeout_s",),
-    "env_hosts_lease_s": ("lease_s",),
-    "heartbeat_interval_s": ("lease_s",),
-    "max_env_restarts_per_window": ("env_restart_attempts",),
-    "max_held_age_s": ("max_staleness",),
-    "max_restarts_per_window": ("restart_attempts",),
-    "mlflow": ("loggers",),
-    "tensorboard": ("loggers",),
-    "transport": ("host",),
-    "wandb": ("loggers",),
-    "window_bytes": ("max_held_bytes",),
-    "worker_port": ("port",),
-    "zombie_grace_s": ("lease_s",),
 }
-"""A name that another library, or an earlier version, has for a setting -> our name, the first that is known."""
+"""A name that another library has for a setting -> our name, the first that is known."""
 
 
 def nearest_name(given: str, known: Collection[str], cutoff: float) -> str | None:
