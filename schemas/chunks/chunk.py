@@ -10,18 +10,16 @@ why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import ChunkError
-
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from enum import IntEnum
-from itertools import pairwise
 
 
 class ChunkEnd(IntEnum):
