@@ -29,7 +29,7 @@ from headrace.deploy.run.named_code import with_found
 from headrace.deploy.run.options import Asked, as_toml, chosen_run, named_fleet, resolve_each
 from headrace.deploy.run.run_dir import KEYS_FOLDER, new_run_dir
 from headrace.deploy.run.several_brokers import whole_run_dir
-from headrace.deploy.terminal.output import wants_tracebacks
+from headrace.deploy.terminal.logs import wants_tracebacks
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, open_std_streams, say
 from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, machine_error

@@ -6,7 +6,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from headrace.workers import MultiAgentEnv
+from headrace import MultiAgentEnv
 
 ENV = "CartPole-v1"
 

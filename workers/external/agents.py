@@ -15,8 +15,8 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.external.agent_episodes import AgentsCall, ExternalAgentEpisodes
-from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.calls import Answer, Call, Row
+from headrace.workers.external.env import ExternalMultiAgentEnv
 from headrace.workers.external.lanes import ExternalLanes, keep
 
 

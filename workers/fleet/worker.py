@@ -282,8 +282,6 @@ class Worker:
 
         In synchronous sampling wait for the next round too. Wait also while the fleet may take no more steps.
         """
-        if not self.session.is_synchronous and self._may_begin():
-            return True
         if self.session.is_synchronous and not self._in_round():
             self._block("round")
             self._wait("the next round of synchronous sampling", self._in_round, stopping)

@@ -34,9 +34,8 @@ from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.policy.module_protocol import build_module
 from headrace.workers.randomness.seeds import SeedTree, episode_id_high
 from headrace.workers.runner.client_chunks import ClientChunks, take_over
-from headrace.workers.runner.policy_names import ModuleIdNames
+from headrace.workers.runner.policy_names import ModuleIdNames, Selection, Wanted
 from headrace.workers.runner.state import RunnerState, Version
-from headrace.workers.runner.state_components import Selection, Wanted
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.external_wait import ExternalWait
 from headrace.workers.sampling.poll_loop import Enough, check_size, enough_episodes, enough_steps, poll_until

@@ -34,13 +34,14 @@ from headrace.deploy.process.parent_death import bound_to_us
 from headrace.deploy.run.run_dir import new_run_dir
 from headrace.learner_stub.link.fleet_place import keys_folder
 from headrace.schemas.basics.run_files import read_object
-from headrace.schemas.basics.signal_names import signal_name
+from headrace.schemas.basics.stop_event import signal_name
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError
 from headrace.schemas.peers.fleet_address import RunDirAddresses, await_address
 from headrace.workers.envs.creators import registered_creator
 
 if TYPE_CHECKING:  # a program that only reads the stream needs no torch
-    from headrace.learner_stub import EpisodeStream, WeightPublisher
+    from headrace.learner_stub.publishing.publisher import WeightPublisher
+    from headrace.learner_stub.streaming.stream import EpisodeStream
 
 log = logging.getLogger("headrace.fleet")
 
@@ -161,13 +162,13 @@ class RunningFleet:
 
     def stream(self, **options: Any) -> EpisodeStream:
         """Return a stream of the fleet's chunks, with `options` of `EpisodeStream`. It ends when the fleet does."""
-        from headrace.learner_stub import EpisodeStream
+        from headrace.learner_stub.streaming.stream import EpisodeStream
 
         return self._opened(EpisodeStream, options)
 
     def weights(self, **options: Any) -> WeightPublisher:
         """Return a publisher of weights to the workers, with `options` of `WeightPublisher`."""
-        from headrace.learner_stub import WeightPublisher
+        from headrace.learner_stub.publishing.publisher import WeightPublisher
 
         return self._opened(WeightPublisher, options)
 

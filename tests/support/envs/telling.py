@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace.workers import EnvContext
+from headrace import EnvContext
 
 
 class Telling(gym.Env[Any, Any]):
