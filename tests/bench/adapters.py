@@ -35,8 +35,9 @@ from documentation.test_adapters import LEARNERS, LOOPS, changed_program, env_pr
 
 from bench import adapter_collectors, adapter_learners, time_to_return
 from bench.adapter_learners import Watch
-from headrace import EnvRunnerConfig, EpisodeStream, GymVectorEnv, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.adapters.torch_dataset import EpisodeDataset
+from headrace.workers import EnvRunnerConfig, GymVectorEnv
 from headrace.workers.modules import actor_critic
 from support.fleets.running_fleet import RunningFleet
 

@@ -15,11 +15,11 @@ from statistics import median
 from time import process_time_ns
 
 from bench.table import Row
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.deploy.run.options import RECIPES
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.frames.wire import decode
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
 ENVS = (1, 8)
 _WARM_UP = 4

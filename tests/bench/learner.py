@@ -16,13 +16,13 @@ from torch import nn
 from bench import limits
 from bench.table import Row, rows_of
 from bench.turns import in_turns
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.learner_stub.reference.ppo import PPO
 from headrace.learner_stub.rollouts.module import build_module
 from headrace.learner_stub.rollouts.rollout import join
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.settings.config import LearnerSection, ModuleSection
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
 MARKS = {"headrace": 0.7}
 SETTINGS = LearnerSection(steps_per_update=512, epochs=10, minibatch_size=256, target_kl=1e9)

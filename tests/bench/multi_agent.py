@@ -11,7 +11,7 @@ from bench import limits
 from bench.multi_cartpole import MultiCartPole
 from bench.table import Row, rows_of
 from bench.turns import loops_in_turns
-from headrace import EnvRunnerConfig, MultiAgentEnvRunner
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 
 MARKS = {1: 0.6, 8: 0.7, 64: 0.9}
 """The target: our sampler's least ratio to limit 6, by number of envs."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from headrace import MultiAgentEnv
+from headrace.workers import MultiAgentEnv
 
 ENV = "CartPole-v1"
 

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from documentation.blocks import Page
 
-from headrace import EpisodeStream, to_torch, with_own_logp
+from headrace.learner_stub import EpisodeStream, to_torch, with_own_logp
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.episodes import Episodes
 from headrace.workers.envs.spaces import spaces_of

@@ -23,7 +23,7 @@ from bench.processes import FLEET_ID, FORKED, Processes
 from bench.table import Row, rows_of
 from bench.transport import bind_bare, made_keys, tcp_with
 from bench.turns import in_turns
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config

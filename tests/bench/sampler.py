@@ -18,7 +18,7 @@ import torch
 from bench import limits
 from bench.table import Row, rows_of, show
 from bench.turns import loops_in_turns
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
 MARKS = {1: 2.2, 8: 1.4, 64: 1.03}
 """The target: our sampler's least ratio to limit 2, by number of envs."""

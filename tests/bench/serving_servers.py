@@ -14,9 +14,9 @@ import zmq
 from numpy.typing import NDArray
 
 from bench.processes import until_terminated
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.settings.serving_settings import ServingSection
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.modules import actor_critic
 
 

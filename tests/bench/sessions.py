@@ -35,10 +35,10 @@ from bench.processes import FLEET_ID, FORKED, Processes, until_terminated
 from bench.table import Row, show
 from bench.transport import Load
 from bench.turns import cpu_s
-from headrace import EpisodeStream
 from headrace.broker.sessions.core import BrokerCore
 from headrace.deploy.report.audit import audit
 from headrace.deploy.run.redis_view import FleetView
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts import redis_keys
 from headrace.schemas.accounts.ledger import HeldBatch, WorkerTotals
 from headrace.schemas.accounts.worker_figures import TIME_PARTS

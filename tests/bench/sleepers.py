@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace import EnvContext
+from headrace.workers import EnvContext
 from headrace.workers.external import ExternalEnv
 
 STEP_S = 0.005

@@ -24,8 +24,8 @@ import zmq
 from bench.processes import FLEET_ID, FORKED, Processes, until_terminated
 from bench.table import Row, rows_of
 from bench.turns import in_turns
-from headrace import EpisodeStream
 from headrace.deploy.run.key_pairs import make_keys
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.chunk import CHUNK_TABLE

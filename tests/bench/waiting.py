@@ -20,7 +20,7 @@ from bench import sleepers
 from bench.processes import Processes
 from bench.table import Row
 from bench.turns import cpu_s
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.remote.host.process import run_env_host
 
 WIDTH = 4

@@ -32,7 +32,7 @@ from bench.pipeline import Fleet
 from bench.processes import FLEET_ID, FORKED, Processes, until_terminated
 from bench.table import Row, rows_of
 from bench.turns import in_turns
-from headrace import WeightPublisher
+from headrace.learner_stub import WeightPublisher
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config

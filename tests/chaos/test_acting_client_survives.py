@@ -10,9 +10,9 @@ from pathlib import Path
 import gymnasium as gym
 import pytest
 
-from headrace import EnvRunnerConfig
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.schemas.errors.episodes import EpisodeAbortedError
+from headrace.workers import EnvRunnerConfig
 from headrace.workers.serving.acting import ActingClient
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S

@@ -244,7 +244,7 @@ OWN_LEARNER = """
 import sys
 import time
 import torch
-from headrace import EpisodeStream, LearnerState
+from headrace.learner_stub import EpisodeStream, LearnerState
 
 run, seen = sys.argv[1], open(sys.argv[2], "a", buffering=1)
 time.sleep(float(sys.argv[3]))

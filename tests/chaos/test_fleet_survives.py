@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from headrace import EpisodeStream
 from headrace.broker.redis.client import connect
 from headrace.deploy.fleet import fleet as fleet_module
 from headrace.deploy.fleet import watchdog
@@ -25,6 +24,7 @@ from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.process.supervisor import ProcessSpec, Role, ServiceState
 from headrace.deploy.run.redis_server import check_url
 from headrace.deploy.run.run_dir import RunDir
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.redis_keys import INCARNATIONS, key_name
 from headrace.schemas.errors import ExitCode, HeadraceError, RedisUnavailableError
 from headrace.schemas.settings.config_loading import build_config

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from stable_baselines3 import PPO, SAC
 
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.adapters.sb3 import updates
 from support.fleets.running_fleet import RunningFleet
 

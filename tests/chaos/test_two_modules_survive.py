@@ -13,7 +13,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import HeadraceError
@@ -104,7 +104,7 @@ RECORD = """
 import os, sys
 from pathlib import Path
 import orjson
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 
 path = Path(sys.argv[2])
 whole, _, torn = path.read_bytes().rpartition(b"\\n") if path.exists() else (b"", b"", b"")

@@ -26,7 +26,7 @@ FLEET = ("--fleet-id", "hosts")
 
 LEARNER = """
 import sys
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.workers.modules import actor_critic
 with EpisodeStream(sys.argv[1]) as stream, WeightPublisher(sys.argv[1]) as weights:
     module, slots = actor_critic(stream.spaces(), hidden=(1000, 1000)), set()

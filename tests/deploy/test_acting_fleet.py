@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 CARTS = """
 import sys
 import gymnasium
-from headrace import EnvRunnerConfig
+from headrace.workers import EnvRunnerConfig
 from headrace.workers.serving.acting import ActingClient
 
 config = EnvRunnerConfig(num_envs=2, rollout_fragment_length=16, external_fragment_max_age_s=0.2)

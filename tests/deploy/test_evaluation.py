@@ -13,12 +13,12 @@ import numpy as np
 import orjson
 import pytest
 
-from headrace import MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.deploy.annexes.policies.episode_video import EpisodeVideo
 from headrace.deploy.annexes.policies.evaluation import Evaluation, PlaySettings, in_words
 from headrace.schemas.errors import ConfigError, EnvError, ExitCode
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
+from headrace.workers import MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.config import runner_config
 from support.envs.counting import Counting
 from support.fleets.saved_runs import TWO_CARTS, save_run, save_run_of_two

@@ -11,7 +11,8 @@ import numpy as np
 import orjson
 import pytest
 
-from headrace import EpisodeStream, load_policy
+from headrace.deploy import load_policy
+from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.link.fleet_place import await_start, find_fleet, keys_folder
 from headrace.schemas.errors import UnreachableError
 from support.fleets.running_fleet import RunningFleet
@@ -19,7 +20,7 @@ from support.waiting import TIMEOUT_S
 
 LEARNER = """
 import logging, sys
-from headrace import EpisodeStream, WeightPublisher, save_policy
+from headrace.learner_stub import EpisodeStream, WeightPublisher, save_policy
 from headrace.workers.modules import actor_critic
 
 logging.basicConfig(level="INFO", stream=sys.stderr)

@@ -13,9 +13,10 @@ import orjson
 import pytest
 import torch
 
-from headrace import LearnerState, load_policy, save_policy
+from headrace.deploy import load_policy
 from headrace.deploy.run.checkpoint_facts import TrainingCounts, counts_of, mean_return_of
 from headrace.deploy.run.fleet_file import FleetFile
+from headrace.learner_stub import LearnerState, save_policy
 from headrace.schemas.errors import (
     CheckpointError,
     ConfigError,

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace import load_policy
+from headrace.deploy import load_policy
 from headrace.deploy.run.named_code import OWN, names_in, with_found
 from headrace.deploy.run.options import Asked
 from headrace.deploy.run.seal import is_sealed, seal_of, write_sealed

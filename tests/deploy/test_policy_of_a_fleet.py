@@ -23,7 +23,7 @@ import sys
 import gymnasium as gym
 import numpy as np
 import torch
-from headrace import load_policy
+from headrace.deploy import load_policy
 
 policy = load_policy(sys.argv[1], which="best")
 env = gym.make("CartPole-v1")

@@ -29,7 +29,7 @@ LEARNER = """
 import signal
 import sys
 import time
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.workers.modules import actor_critic
 
 signal.signal(signal.SIGUSR1, lambda *_: time.sleep(600))  # a long update

@@ -14,7 +14,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig
 from headrace.deploy.annexes.doctor.env_trial import try_env
 from headrace.deploy.annexes.doctor.start_check import check_start
 from headrace.deploy.fleet import check_process
@@ -27,6 +26,7 @@ from headrace.deploy.trained.policy_spaces import built_env
 from headrace.schemas.errors import EnvError, ExitCode, HeadraceError, UnknownEnvError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
+from headrace.workers import EnvRunnerConfig
 from support.ports import by_tcp
 from support.waiting import TIMEOUT_S
 
@@ -57,7 +57,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from headrace import MultiAgentEnv
+from headrace.workers import MultiAgentEnv
 
 
 class Bare(torch.nn.Module):

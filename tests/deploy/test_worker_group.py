@@ -14,12 +14,12 @@ from typing import IO
 
 import pytest
 
-from headrace import EpisodeStream
 from headrace.deploy.fleet.worker_group import WorkerGroup
 from headrace.deploy.process.exit_record import ExitRecord
 from headrace.deploy.process.recorders import recorders_in
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.run.joining import Joined
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.recorder import Reading, read_recorder
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.settings.config_loading import build_config

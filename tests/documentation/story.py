@@ -19,8 +19,8 @@ import pytest
 from documentation.blocks import Block
 from documentation.stand_ins import STAND_INS, EnoughError
 
-from headrace import EnvRunner
 from headrace.schemas.settings.config_loading import load_config
+from headrace.workers import EnvRunner
 from support.waiting import PATIENCE
 
 _START_S = 90.0 * PATIENCE

@@ -19,8 +19,8 @@ import pytest
 from documentation.blocks import blocks_of
 from documentation.story import Story
 
-from headrace import EnvRunnerConfig, GymVectorEnv
 from headrace.deploy.run.key_pairs import make_keys
+from headrace.workers import EnvRunnerConfig, GymVectorEnv
 from support.ports import free_port
 
 GUIDES = Path(__file__).parents[2] / "docs/guides"

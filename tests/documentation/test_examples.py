@@ -15,10 +15,10 @@ import pytest
 import torch
 from documentation.examples import EXAMPLES, EXAMPLES_FOLDER, learner_of, words_of
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.learner_stub.checkpoints.checkpoint import CHECKPOINT_FILE, load_checkpoint
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from support.fleets.running_fleet import RunningFleet
 
 MOST_LINES = 150

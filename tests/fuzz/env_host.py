@@ -13,12 +13,12 @@ import numpy as np
 from fuzz.lying_broker import Frames, LyingBroker
 from fuzz.mutations import Mutator, peek
 
-from headrace import EnvRunnerConfig
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header, encode
 from headrace.schemas.messages import Fenced, Message, Reject
 from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.remote.env_messages import WITHOUT_SEED, EnvHeartbeat, EnvHostWelcome, EnvOrders
 from headrace.workers.envs.remote.host.process import EnvHost, learn_spaces

@@ -14,11 +14,11 @@ import numpy as np
 import zmq
 from fuzz.mutations import Mutator, peek
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode, decode_header, encode
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.peers.socket_folder import endpoint_of, new_socket_folder
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.remote.env_messages import EnvAnswers, EnvHeartbeat, EnvHostBye, EnvHostHello
 from headrace.workers.envs.remote.host.process import EnvHost, learn_spaces

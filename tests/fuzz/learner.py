@@ -14,7 +14,7 @@ import lz4.block
 from fuzz.lying_broker import Frames, LyingBroker
 from fuzz.mutations import Mutator, peek, uncounted
 
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import HeldBatch, Settled
 from headrace.schemas.chunks.module_spaces import module_spaces_from_json, module_spaces_to_json
 from headrace.schemas.chunks.spaces import Spaces

@@ -13,8 +13,8 @@ from golden_dm_env import OfDeepMind
 from golden_modules import Exact, ExactNumpy, ExactRecurrent
 from golden_play import Case, Play, Settings
 
-from headrace import PolicySpec, register_env
 from headrace.schemas.accounts.ledger import Discard
+from headrace.workers import PolicySpec, register_env
 from headrace.workers.connectors import (
     AgentOneHot,
     ClipActions,

@@ -9,7 +9,7 @@ import numpy as np
 from dm_env import specs
 from golden_envs import Walk
 
-from headrace import EnvContext
+from headrace.workers import EnvContext
 
 
 class OfDeepMind(dm_env.Environment):

@@ -18,7 +18,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from headrace import EnvContext, MultiAgentEnv, StepFailedRecreateEnv, VectorEnv
+from headrace.workers import EnvContext, MultiAgentEnv, StepFailedRecreateEnv, VectorEnv
 from headrace.workers.external import ExternalEnv, ExternalMultiAgentEnv
 
 MODULUS = 256

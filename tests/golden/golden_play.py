@@ -16,9 +16,9 @@ from unittest.mock import patch
 import numpy as np
 from fingerprints import Fingerprint, add_lives, add_samples, counters, finished, without_clocks
 
-from headrace import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import EpisodeChunk
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
 from headrace.workers.envs import restarts
 
 HERE = Path(__file__).parent

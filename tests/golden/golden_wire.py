@@ -54,7 +54,7 @@ def _without_prose(schema: Any) -> Any:
 
 def record_tape(path: Path) -> None:
     """Run a small fleet of today's code, and write what it said."""
-    from headrace import EpisodeStream, WeightPublisher
+    from headrace.learner_stub import EpisodeStream, WeightPublisher
     from headrace.workers.fleet.session import SessionState
     from support.pipeline.delivery import BrokerThread, Envs, Feeder, batches_of
     from support.pipeline.tape import Recorder, deaf, write_tape

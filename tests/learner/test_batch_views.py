@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner, to_torch
+from headrace.learner_stub import to_torch
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, Spaces
 from headrace.schemas.chunks.spaces import Tuple as TupleSpace
 from headrace.schemas.errors import ModuleError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.spaces import convert
 from support.decode_batch import decode_batch
 from support.pipeline.delivery import SPACES, Envs

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace import ConnectorMerger, EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.learner_stub import ConnectorMerger
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError, ConnectorError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import Connector, FlattenObservations, MeanStd
 
 MakeBatch = Callable[..., ChunkBatch]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from headrace import LearnerState
+from headrace.learner_stub import LearnerState
 from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, load_checkpoint, published_arrays, save_checkpoint
 from headrace.learner_stub.checkpoints.learner_state import save_policy
 from headrace.schemas.errors import CheckpointError, EncodeError, FencedError, NotFiniteError, UnreachableError

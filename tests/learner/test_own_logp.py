@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner, episodes_of, gae, to_torch, with_own_logp
+from headrace.learner_stub import episodes_of, gae, to_torch, with_own_logp
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import RANDOM_ACTIONS, ChunkEnd
 from headrace.schemas.errors import ModuleError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.modules import actor_critic, lstm_actor_critic
 
 MakeBatch = Callable[..., ChunkBatch]

@@ -8,12 +8,12 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.learner_stub.reference.ppo import PPO
 from headrace.learner_stub.rollouts.minibatches import minibatches_for
 from headrace.learner_stub.rollouts.module import build_module
 from headrace.learner_stub.rollouts.rollout import join
 from headrace.schemas.settings.config import LearnerSection, ModuleSection
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
 CHOICES = 4
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.learner_stub.reference.ppo import PPO
 from headrace.learner_stub.rollouts.minibatches import ChunkMinibatches, minibatches_for
 from headrace.learner_stub.rollouts.module import build_module
@@ -19,6 +18,7 @@ from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.settings.config import LearnerSection, ModuleSection
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.modules import sequences
 
 pytestmark = pytest.mark.long

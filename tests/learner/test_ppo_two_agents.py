@@ -9,9 +9,9 @@ import gymnasium as gym
 import pytest
 import torch
 
-from headrace import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner
 from headrace.learner_stub.reference.policies import LearnerPolicies, build_policies
 from headrace.schemas.settings.config import FleetConfig
+from headrace.workers import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner
 
 pytestmark = pytest.mark.long
 

@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner, episodes_of, gae, to_torch, vtrace
+from headrace.learner_stub import episodes_of, gae, to_torch, vtrace
 from headrace.learner_stub.rollouts.returns import Returns
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.chunks.episodes import Episodes
 from headrace.schemas.errors import ChunkError, ModuleError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
 MakeBatch = Callable[..., ChunkBatch]
 Array = NDArray[np.float64]

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.learner_stub.adapters.rllib import to_episodes
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 
 MakeBatch = Callable[..., ChunkBatch]
 

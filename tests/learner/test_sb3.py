@@ -22,7 +22,6 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.learner_stub.adapters import sb3
 from headrace.learner_stub.checkpoints.checkpoint import load_checkpoint, published_arrays
 from headrace.learner_stub.publishing.publisher import as_arrays, check_finite
@@ -30,6 +29,7 @@ from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import map_arrays
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Spaces
 from headrace.schemas.errors import ConfigError, ModuleError, NotFiniteError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.modules.sb3 import as_module, build
 from headrace.workers.policy.module_weights import write_weights
 

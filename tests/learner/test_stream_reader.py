@@ -27,7 +27,7 @@ class NothingElse:
 sys.meta_path.insert(0, NothingElse())
 """
 READER = """
-from headrace import ConnectorMerger, EpisodeStream, Returns, episodes_of, gae, vtrace
+from headrace.learner_stub import ConnectorMerger, EpisodeStream, Returns, episodes_of, gae, vtrace
 
 with EpisodeStream.of(sys.argv[1], batch_timeout_s=60.0) as stream:
     print(stream.spaces().action.n, next(iter(stream)).steps > 0)
@@ -37,7 +37,7 @@ with EpisodeStream.of(sys.argv[1], batch_timeout_s=60.0) as stream:
 def test_a_stream_reader_imports_five_packages() -> None:
     names = READER.partition("\n\nwith")[0]
     subprocess.run([sys.executable, "-c", ONLY_FIVE + names], check=True)
-    asked = [sys.executable, "-c", f"{ONLY_FIVE}\nfrom headrace import WeightPublisher"]
+    asked = [sys.executable, "-c", f"{ONLY_FIVE}\nfrom headrace.learner_stub import WeightPublisher"]
     refused = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert "No module named 'torch'" in refused.stderr, "weights are torch's: a publisher needs it"
 

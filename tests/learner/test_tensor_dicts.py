@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner, gae
+from headrace.learner_stub import gae
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
 MakeBatch = Callable[..., ChunkBatch]
 _REASON = "torchrl is not installed; pip install 'headrace[torchrl]'"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace import WeightPublisher
+from headrace.learner_stub import WeightPublisher
 from headrace.schemas.credentials.keys import BrokerKeys
 from support.pipeline.delivery import BrokerThread, Feeder, StartBroker, StartFeeder, end_worker_forks
 from support.waiting import TIMEOUT_S

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.ledger import add_up
+from headrace.workers import EnvRunnerConfig
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.acting import ActingClient
 from support.pipeline.delivery import BrokerThread

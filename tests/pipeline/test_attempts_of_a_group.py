@@ -14,8 +14,8 @@ from typing import Any
 
 import zmq
 
-from headrace import EpisodeStream
 from headrace.deploy.run.key_pairs import add_key, make_keys
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.credentials.keys import ClientKeys, read_broker_keys, read_client_keys

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace import EpisodeStream, WeightPublisher
 from headrace.broker.process import Broker
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.ledger import add_up
 from support.pipeline.delivery import (
     BrokerThread,

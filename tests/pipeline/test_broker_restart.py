@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace import EpisodeStream
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
 from headrace.broker.files.state_file import file_path, read_broker_file
 from headrace.broker.sessions.core import BrokerCore
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
 from headrace.schemas.chunks.batch import ChunkBatch

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.errors import UnreachableError
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.client import PolicyClient

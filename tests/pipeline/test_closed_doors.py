@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from headrace import EpisodeStream
 from headrace.broker import process as broker_module
 from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.broker.ports.sockets import receive
 from headrace.deploy.run.key_pairs import make_keys
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.credentials.keys import CLIENT_PORT, read_broker_keys, read_client_keys
 from headrace.schemas.peers.socket_folder import SocketPlace
 from headrace.workers.envs.remote.router_port import RouterPort
@@ -33,7 +33,7 @@ NOBODY = 65_534
 _STRANGER = """
 import os, socket, sys
 import zmq
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import RunDirError
 os.setgroups([])
 os.setgid(int(sys.argv[1]))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace import EpisodeStream
 from headrace.broker.sessions import worker_sessions
+from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.streaming import session as learner_session
 from headrace.schemas.accounts.ledger import Count
 from headrace.schemas.chunks.batch import ChunkBatch

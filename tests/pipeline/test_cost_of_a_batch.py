@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.transport import LOADS, PrebuiltRunner
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.link.broker_link import BrokerLink as LearnerLink
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.chunks.batch import read_batch_header

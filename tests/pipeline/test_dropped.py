@@ -16,7 +16,7 @@ from support.waiting import TIMEOUT_S, wait_until
 
 _BEGIN = """
 import gc, os, sys, threading
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.errors import HeadraceError
 from headrace.workers.serving.client import PolicyClient
 

@@ -25,7 +25,7 @@ HasShown = Callable[[], bool]
 
 WORKER = """
 import hashlib, select, sys, orjson
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
 def fragment(sampler):
     digest = hashlib.blake2b()

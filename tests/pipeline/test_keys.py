@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import zmq
 
-from headrace import EpisodeStream, WeightPublisher
 from headrace.deploy.fleet.obituary_sender import ObituarySender
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.run.key_pairs import add_key, make_keys, revoke_key
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.accounts.redis_keys import revoked_sessions
 from headrace.schemas.credentials.keys import (

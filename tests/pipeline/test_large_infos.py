@@ -10,11 +10,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.schemas.accounts.ledger import Drop, LedgerRow, Settled
 from headrace.schemas.accounts.recorder import Recorder, read_recorder
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.messages import WorkerHello
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.fleet.window import SessionLimits

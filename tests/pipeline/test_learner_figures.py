@@ -16,9 +16,9 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from headrace import EpisodeStream, WeightPublisher
 from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.sessions.core import BrokerCore
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.link import connection
 from headrace.learner_stub.link.time_spent import NOT_MEASURED, TimeSpent
 from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, LAG_LABELS
@@ -339,5 +339,5 @@ def test_a_stream_warns_of_threads_once_workers_share_its_host(
 
 
 def test_without_torch_a_stream_does_not_import_it() -> None:
-    code = "import sys; from headrace import EpisodeStream; sys.exit('torch' in sys.modules)"
+    code = "import sys; from headrace.learner_stub import EpisodeStream; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

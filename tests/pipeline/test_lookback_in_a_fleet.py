@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from golden_samples import make_lookback_batch
 
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.streaming.continuity import SourceEpisodes
 from headrace.schemas.chunks.chunk import EpisodeChunk, to_episode
 from support.pipeline.delivery import BrokerThread

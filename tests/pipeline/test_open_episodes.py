@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.streaming.continuity import SourceEpisodes
 from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
 from headrace.learner_stub.streaming.source_progress import by_broker

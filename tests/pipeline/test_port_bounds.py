@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import zmq
 
-from headrace import EpisodeStream
 from headrace.broker.files.state_file import Endpoints, read_broker_file
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.messages import Heartbeat, Message, SupervisorHello, WorkerHello
 from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortWatch

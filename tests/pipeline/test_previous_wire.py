@@ -10,7 +10,7 @@ import orjson
 import pytest
 from jsonschema import Draft202012Validator
 
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.frames.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind, read_tag
 from headrace.workers.fleet.session import SessionState
 from support.pipeline.delivery import BrokerThread, Envs, Feeder, Witness, batches_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import ExitCode, PortInUseError, RefusedError

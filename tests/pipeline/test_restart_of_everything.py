@@ -14,10 +14,10 @@ import pytest
 import redis as redis_client
 from numpy.typing import NDArray
 
-from headrace import EpisodeStream, WeightPublisher
 from headrace.broker.files.state_file import read_broker_file
 from headrace.deploy.run.redis_server import RedisLaunch, prepare_redis, wait_ready
 from headrace.deploy.run.redis_view import FleetView, Snapshot
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.redis_keys import RUNNER_STATE, key_name
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.messages import Ack, WorkerHello, WorkerWelcome

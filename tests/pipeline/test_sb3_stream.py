@@ -9,7 +9,7 @@ import gymnasium as gym
 import pytest
 from stable_baselines3 import DQN, PPO
 
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.adapters.sb3 import updates
 from headrace.schemas.errors import ModuleError, WeightsMismatchError
 from support.pipeline.delivery import BrokerThread, Envs, StartFeeder, batches_of

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EpisodeStream, WeightPublisher
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
 from headrace.broker.batches.slot_owners import SlotOwners
 from headrace.deploy.run.options import Asked, resolve_each
 from headrace.deploy.run.several_brokers import at_broker, index_for
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.streaming.session import LearnerSession, LearnerSessionState, StreamLimits
 from headrace.learner_stub.streaming.stall_detector import STARVED_S, StallDetector
 from headrace.schemas.chunks.spaces import Spaces

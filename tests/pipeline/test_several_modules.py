@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EpisodeStream, WeightPublisher
 from headrace.broker.files.state_file import read_broker_file
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.ledger import add_up
 from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.chunks.batch import ChunkBatch

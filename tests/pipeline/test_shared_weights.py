@@ -24,9 +24,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from headrace import WeightPublisher
 from headrace.broker.files.state_file import Endpoints
 from headrace.broker.ports.weights_relay import WeightsRelay
+from headrace.learner_stub import WeightPublisher
 from headrace.learner_stub.link.broker_link import BrokerLink
 from headrace.learner_stub.publishing.broker_weights import BrokerWeights
 from headrace.schemas.basics.bounds import Version
@@ -789,7 +789,7 @@ _KILLED_PUBLISHER = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from headrace import WeightPublisher
+from headrace.learner_stub import WeightPublisher
 from headrace.schemas.messages import shared_weights, weights_file
 shared_weights.MEMORY = Path(sys.argv[1])
 publisher = WeightPublisher(sys.argv[2])

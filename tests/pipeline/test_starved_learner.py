@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.reference.training import gather
 from headrace.learner_stub.streaming import stall_detector
 from headrace.schemas.accounts.ledger import HeldBatch, WorkerTotals, add_up

@@ -12,7 +12,7 @@ import pytest
 import torch
 import zmq
 
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.link.broker_link import BrokerLink
 from headrace.learner_stub.streaming import broker_stream, stall_detector
 from headrace.learner_stub.streaming import stream as stream_module
@@ -366,7 +366,7 @@ def test_a_later_stream_that_cannot_open_leaves_the_older_one_alone(open_stream:
 
 _LEARNER = """
 import sys
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
 with EpisodeStream(sys.argv[1]) as stream:
     for batch in stream:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from headrace import EpisodeStream, WeightPublisher
 from headrace.broker.batches.rounds import Rounds
 from headrace.broker.batches.source import Source, StoredBatch
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from headrace.learner_stub.reference.policies import LearnerPolicies, build_policies
 from headrace.learner_stub.reference.training import gather, train

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from headrace import EpisodeStream, LearnerState
+from headrace.learner_stub import EpisodeStream, LearnerState
 from headrace.learner_stub.adapters.torch_dataset import EpisodeDataset
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError
@@ -58,7 +58,7 @@ def test_a_loader_gives_every_step_and_leaves_end_markers_out(
 _FORKS = """
 import sys
 from torch.utils.data import DataLoader
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.adapters.torch_dataset import EpisodeDataset
 from headrace.schemas.errors import ConfigError
 

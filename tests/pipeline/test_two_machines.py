@@ -24,7 +24,7 @@ FLEET = ("--fleet-id", "two")
 
 LEARNER = """
 import sys, numpy as np
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.workers.modules import actor_critic
 with EpisodeStream(sys.argv[1], keys=sys.argv[2]) as stream, WeightPublisher(sys.argv[1], keys=sys.argv[2]) as weights:
     module, steps = actor_critic(stream.spaces()), 0

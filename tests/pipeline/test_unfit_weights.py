@@ -13,9 +13,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from headrace import EpisodeStream, WeightPublisher
 from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.sessions.core import BrokerCore
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import (
     EncodeError,

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace import EpisodeStream, WeightPublisher
 from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.broker.ports.sockets import BrokerSockets
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.errors import ConfigError, PortInUseError, RunDirError, UnreachableError
 from headrace.schemas.settings.config import BrokerSection
 from support.pipeline.delivery import BrokerThread, Envs, StartBroker, StartFeeder, batches_of, broker_process

@@ -15,8 +15,8 @@ import zmq
 from fuzz.lying_broker import Frames, LyingBroker
 from numpy.typing import NDArray
 
-from headrace import EpisodeStream, WeightPublisher
 from headrace.broker.ports.weights_relay import PULLED_S, WeightsRelay
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import EncodeError, FencedError
 from headrace.schemas.frames.wire import MessageKind, WireMessage, decode, encode

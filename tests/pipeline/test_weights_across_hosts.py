@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace import WeightPublisher
 from headrace.broker.ports.weights_relay import WeightsRelay
+from headrace.learner_stub import WeightPublisher
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode, encode

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.reference.training import gather
 from headrace.learner_stub.streaming.update_size import UpdateSize
 from headrace.schemas.chunks.batch import ChunkBatch

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.reference.training import gather
 from headrace.learner_stub.streaming import stall_detector
 from headrace.schemas.accounts.ledger import add_up
 from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodesClosedError
+from headrace.workers import EnvRunnerConfig
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.acting import ActingClient
 from support.pipeline.delivery import BrokerThread

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.ledger import add_up
 from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.errors import ExitCode, RefusedError, UnreachableError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import CallbackError, EnvRestartBudgetError, ExitCode
 from headrace.workers.envs import restarts
 from support.pipeline import worker_callbacks

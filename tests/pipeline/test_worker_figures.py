@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EpisodeStream
 from headrace.broker.batches.life_figures import WorkerFigures
 from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.reports.report import Report
 from headrace.broker.reports.worker_rows import fleet_figures, row_figures
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.figures import WORKER_TABLE
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.accounts.lifetime_counters import (

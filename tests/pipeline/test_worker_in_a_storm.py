@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.errors import EnvRestartBudgetError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs import restarts
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import add_up
 from headrace.workers.serving.client import PolicyClient
 from support.pipeline.delivery import BrokerThread, Witness, worker_process

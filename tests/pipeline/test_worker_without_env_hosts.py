@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import add_up
 from support.pipeline.delivery import BrokerThread, Process, Witness, script_process
 from support.pipeline.worker_threads import AT_RANDOM, SAMPLING, WorkerThread, closed_row, drain, in_run

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from headrace import EpisodeStream
 from headrace.broker.files.state_file import read_broker_file
 from headrace.deploy.run.redis_view import FleetView, Snapshot
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts import redis_keys as keys
 from support.pipeline.delivery import FLEET, Envs, Feeder, Process, broker_process
 from support.waiting import wait_until

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from headrace import EpisodeStream, WeightPublisher
 from headrace.broker.files.state_file import read_broker_file
 from headrace.broker.redis.rows import ReceivedRow
 from headrace.broker.reports.report import Report
 from headrace.broker.reports.reporter import RedisReporter
 from headrace.broker.reports.worker_metrics import MOST_NAMES, WorkerMetrics
 from headrace.deploy.run.redis_view import FleetView, LearnerRowView
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.redis_keys import LEARNER_ROWS, METRICS, key_name
 from headrace.schemas.messages import LearnerRow

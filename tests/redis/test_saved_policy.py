@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import load_policy
 from headrace.broker.redis.blob import weights_in
+from headrace.deploy import load_policy
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.trained.saved_policy import find_policy
 from headrace.learner_stub.checkpoints.checkpoint import published_arrays

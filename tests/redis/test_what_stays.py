@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from headrace import EpisodeStream
 from headrace.deploy.report.audit import audit
 from headrace.deploy.report.evidence import read_evidence
 from headrace.deploy.run.redis_view import FleetView, Snapshot
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.errors import RedisUnavailableError
 from support.pipeline.delivery import FLEET, BrokerThread, Envs, Feeder

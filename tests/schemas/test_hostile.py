@@ -16,7 +16,7 @@ import orjson
 import pytest
 import xxhash
 
-from headrace import ConnectorMerger
+from headrace.learner_stub import ConnectorMerger
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.module_spaces import module_spaces_from_json
 from headrace.schemas.chunks.spaces import spaces_from_json

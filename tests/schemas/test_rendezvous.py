@@ -14,10 +14,10 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace import EpisodeStream
 from headrace.broker.files import rendezvous_file
 from headrace.broker.files.rendezvous_file import RendezvousFile, note_stopped
 from headrace.deploy.annexes.watch.page import app as page
+from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.link.fleet_place import find_fleet
 from headrace.schemas.credentials.keys import ClientKeys, check_fingerprint
 from headrace.schemas.errors import ConfigError, KeysError, RunDirError, UnreachableError

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.errors.episodes import EpisodeAbortedError
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.connectors import FrameStack
 from support.serving.acting_clients import PAIR, PAIR_ENV, ServingRunner, acting, external, play_pair, serving_runner
 from support.waiting import wait_until

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import DecodeError, KeysRefusedError
 from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodesClosedError
 from headrace.schemas.errors.serving import ServingError
 from headrace.schemas.settings.serving_settings import ServingSection
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnvs
 from headrace.workers.serving.serving_messages import ClientPull

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodeError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import ClipActions, FrameStack, UnsquashActions
 from headrace.workers.serving.client import PolicyClient
 from support.refusals import refused

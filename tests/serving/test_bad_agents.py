@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.schemas.chunks.chunk import to_episode
 from headrace.schemas.chunks.spaces import Box, Dict, Tuple
 from headrace.schemas.errors import ConfigError, DecodeError, EnvContractError
 from headrace.schemas.errors.serving import ServingError
 from headrace.schemas.frames.wire import encode
 from headrace.schemas.settings.serving_settings import ServingSection
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.serving.acting import ActingClient
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.logged_returns import LoggedReturns, LoggedReturnsByAgent

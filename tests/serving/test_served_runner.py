@@ -16,7 +16,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.credentials.keys import TOKEN_FILE
@@ -24,6 +23,7 @@ from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, KeysError, PortInUseError
 from headrace.schemas.errors.episodes import EpisodeAbortedError
 from headrace.schemas.settings.serving_settings import ServingSection
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnv, ServedEnvs

@@ -13,10 +13,10 @@ import numpy as np
 import orjson
 import pytest
 
-from headrace import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from support.envs.crowd import policy_of
 from support.envs.toy_agents import check_books
 from support.fleets.env_hosts import EnvHosts

@@ -8,8 +8,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.schemas.chunks.spaces import Spaces
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.spaces import convert
 from headrace.workers.policy.acting import Actor, BlockActor
 from headrace.workers.policy.module_protocol import build_module

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvContext
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import CallbackError, ConfigError, EnvRestartBudgetError
+from headrace.workers import EnvContext
 from headrace.workers.callbacks import EVENTS, RunnerCallback
 from support.envs.counting import NestedCounting
 from support.envs.toy import Counting, Faulty, Walk, check_books, diverge, runner, with_fault

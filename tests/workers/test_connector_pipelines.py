@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import ConfigError, ConnectorError, ModuleError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import (
     ClipActions,
     Connector,

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import PolicySpec
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ConnectorError, ModuleError, StateError
+from headrace.workers import PolicySpec
 from headrace.workers.connectors import FrameStack, MeanStd
 from headrace.workers.connectors.connector import Connector
 from support.envs.toy import Walk, runner

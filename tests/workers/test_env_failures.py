@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvContext, EnvRunnerConfig, StepFailedRecreateEnv
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvError, EnvRestartBudgetError
+from headrace.workers import EnvContext, EnvRunnerConfig, StepFailedRecreateEnv
 from headrace.workers.connectors import PreviousActionReward
 from headrace.workers.envs import restarts
 from headrace.workers.envs.failures import Failure

@@ -8,8 +8,8 @@ import gymnasium as gym
 import pytest
 from gymnasium.vector import SyncVectorEnv
 
-from headrace import EnvContext, VectorEnv
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
+from headrace.workers import EnvContext, VectorEnv
 from support.envs.counting import Counting
 from support.envs.toy import runner
 from support.envs.toy_agents import Together, multi_runner

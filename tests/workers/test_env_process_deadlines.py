@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace import EnvRunnerConfig
 from headrace.schemas.errors import EnvHangError
+from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.process import job_settings
 from headrace.workers.envs.process.control import Control, Phase
 from headrace.workers.envs.process.pool import EnvProcessPool

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.schemas.errors import ModuleError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.process.control import SLOTS
 from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.wakeup_latch import WakeupLatch, count_down

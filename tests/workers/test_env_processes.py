@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 
-from headrace import EnvContext, EnvRunnerConfig, register_env
 from headrace.schemas.errors import ConfigError, EnvContractError, UnknownEnvError
+from headrace.workers import EnvContext, EnvRunnerConfig, register_env
 from headrace.workers.envs.process.channel import tie_group
 from headrace.workers.envs.process.job_settings import name_env
 from headrace.workers.envs.process.pool import EnvProcessPool
@@ -194,7 +194,7 @@ def test_env_processes_and_their_children_die_with_the_parent(tmp_path: Path) ->
     """The parent gets SIGKILL while an env holds the interpreter lock for ever."""
     script = f"""
         import signal, sys
-        from headrace import EnvRunnerConfig
+        from headrace.workers import EnvRunnerConfig
         from headrace.workers.envs.process.pool import EnvProcessPool
         faults = {{"reset": "leaves a child", "step": "hangs with the lock"}}
         env_config = {{"lane": 0, "faults": faults, "pids": {str(tmp_path / "pids")!r}}}

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from headrace import EnvRunnerConfig
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.errors import EnvCrashError, EnvError, EnvHangError
+from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.process.pool import EnvProcessPool
 from support.envs.fault_table import BAD_DATA, DEATHS, HANGS
 from support.runners.closing import close_within

@@ -11,10 +11,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.errors import ConfigError, EnvError, EnvHangError, EnvRestartBudgetError
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
 from headrace.workers.envs.spaces import convert
 from support.envs.toy import check_books
 from support.runners.process_driver import is_running

@@ -12,7 +12,6 @@ from typing import Any
 import gymnasium as gym
 import pytest
 
-from headrace import EnvContext, EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner, register_env
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import (
     ConfigError,
@@ -22,6 +21,7 @@ from headrace.schemas.errors import (
     UnknownEnvError,
 )
 from headrace.schemas.settings.config_section import ConfigSection, meaning_of
+from headrace.workers import EnvContext, EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner, register_env
 from headrace.workers.connectors import Connector, Rows
 from support.envs.toy import Counting, runner
 from support.runners.kinds import KINDS, Kind

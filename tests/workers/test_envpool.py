@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-from headrace import EnvContext
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
+from headrace.workers import EnvContext
 from support.envs.toy import check_books, runner
 
 pytest.importorskip("envpool", reason="envpool is not installed; pip install 'headrace[envpool]'")

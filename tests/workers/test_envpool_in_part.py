@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvContext, RunnerCallback
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.errors import EnvRestartBudgetError
+from headrace.workers import EnvContext, RunnerCallback
 from support.envs.toy import check_books, runner
 
 envpool = pytest.importorskip("envpool", reason="envpool is not installed; pip install 'headrace[envpool]'")

@@ -16,9 +16,9 @@ import pytest
 from dm_env import specs
 from gymnasium.vector import AutoresetMode
 
-from headrace import RunnerCallback, VectorEnv
 from headrace.schemas.chunks.chunk import ChunkEnd, to_episode
 from headrace.schemas.errors import EnvRaisedError, EnvRestartBudgetError
+from headrace.workers import RunnerCallback, VectorEnv
 from support.envs.counting import LENGTHS, Broken, Counted, Drawing, Unsound
 from support.envs.native_vectors import vector_of
 from support.envs.toy import check_books, runner

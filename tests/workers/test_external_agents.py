@@ -8,11 +8,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from headrace import PolicySpec
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
 from headrace.schemas.errors.episodes import EpisodeAbortedError
+from headrace.workers import PolicySpec
 from headrace.workers.external import Answer, ExternalMultiAgentEnv
 from headrace.workers.policy.policies import PolicyMappingError
 from support.envs.external_agents import Crowd, Idle, idle, pieced, see, table

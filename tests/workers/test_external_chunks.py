@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import RunnerCallback, SingleAgentEnvRunner
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.errors import ConfigError, EnvError, ModuleError
@@ -17,6 +16,7 @@ from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
     EpisodesClosedError,
 )
+from headrace.workers import RunnerCallback, SingleAgentEnvRunner
 from headrace.workers.connectors import FlattenObservations, FrameStack, PreviousActionReward
 from headrace.workers.external import Answer, ExternalEnv
 from support.envs.external import Idle, Serving, idle, pieced, see, table

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from headrace import EnvRunnerConfig
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.errors.episodes import (
     EnvError,
 )
+from headrace.workers import EnvRunnerConfig
 from headrace.workers.sampling import external_wait
 from support.envs import external, external_agents
 from support.envs.external import Idle, idle, see, table

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvContext, VectorEnv
+from headrace.workers import EnvContext, VectorEnv
 from headrace.workers.envs.failures import Failure, let_go
 from headrace.workers.envs.lane import Lane
 from support.envs.counting import Counting

@@ -15,7 +15,6 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-from headrace import EnvRunnerConfig, GymVectorEnv, VectorEnv
 from headrace.schemas.errors import (
     ConfigError,
     EnvContractError,
@@ -23,6 +22,7 @@ from headrace.schemas.errors import (
     EnvRestartBudgetError,
     UnknownEnvError,
 )
+from headrace.workers import EnvRunnerConfig, GymVectorEnv, VectorEnv
 from headrace.workers.adapters import gym_vector_env
 from headrace.workers.envs import restarts
 from support.envs.counting import Counted

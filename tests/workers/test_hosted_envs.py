@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import WireMessage, decode
+from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.remote.env_messages import NO_SEED, EnvHostWelcome, EnvOrders
 from headrace.workers.envs.remote.host.hosted import HostedEnvs

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig
 from headrace.schemas.basics.bounds import MOST_BYTES, MOST_SECONDS
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, decode
 from headrace.schemas.messages import Heartbeat
+from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.process.control import NO_SEED, Command
 from headrace.workers.envs.remote.env_messages import EnvAnswers, EnvHostHello

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvContext
 from headrace.schemas.chunks.chunk import ChunkEnd, to_episode
 from headrace.schemas.errors import ConfigError
+from headrace.workers import EnvContext
 from headrace.workers.callbacks import RunnerCallback
 from support.envs.toy_agents import Schedule, Together, check_books, multi_runner, scheduled
 from support.runners.callbacks import Recording, count_events, raise_at

@@ -10,10 +10,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from headrace import PolicySpec
 from headrace.schemas.chunks.chunk import EpisodeChunk, to_episode
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, Spaces
 from headrace.schemas.errors import ConfigError, ConnectorError, ModuleError
+from headrace.workers import PolicySpec
 from headrace.workers.connectors import (
     AgentOneHot,
     ClipActions,

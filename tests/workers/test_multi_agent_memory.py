@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import PolicySpec
 from headrace.schemas.chunks.chunk import EpisodeChunk, to_episode
 from headrace.schemas.errors import ConnectorError, ModuleError
+from headrace.workers import PolicySpec
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
 from headrace.workers.envs import restarts
 from headrace.workers.modules import lstm_actor_critic, sequences

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import merge_metrics
+from headrace.workers import merge_metrics
 from support.envs.toy_agents import Together, check_books, multi_runner, scheduled
 from support.runners.comparing import numbers_in
 

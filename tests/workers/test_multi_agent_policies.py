@@ -10,8 +10,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, MultiAgentEnvRunner, PolicySpec, SingleAgentEnvRunner
 from headrace.schemas.errors import ConfigError, EnvContractError, ModuleError
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, PolicySpec, SingleAgentEnvRunner
 from headrace.workers.agents.env import MultiAgentEnv
 from headrace.workers.policy.policies import PolicyMappingError
 from support.envs.toy import Counting

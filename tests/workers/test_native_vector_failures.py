@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 
-from headrace import EnvContext, StepFailedRecreateEnv
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
+from headrace.workers import EnvContext, StepFailedRecreateEnv
 from headrace.workers.envs import restarts
 from support.envs.native_vectors import vector_of
 from support.envs.toy import Counting, check_books, runner

@@ -13,9 +13,9 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-from headrace import EnvContext, EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
+from headrace.workers import EnvContext, EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.connectors import MeanStd
 from support.envs.native_vectors import EVERY_KIND, Telling, lives, vector_of
 from support.envs.toy import Counting, Walk, check_books, runner

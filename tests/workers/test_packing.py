@@ -8,10 +8,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from headrace import EnvContext
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import DecodeError, EnvContractError
+from headrace.workers import EnvContext
 from headrace.workers.agents.env import gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.packed_env import PackedEnv
 from headrace.workers.agents.packing import Packing, is_packed

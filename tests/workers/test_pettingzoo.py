@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import EnvContractError
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 
 # PettingZoo, Gymnasium's checks and pygame warn about one another.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]

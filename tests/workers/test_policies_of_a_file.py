@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, MultiAgentEnv
 from headrace.schemas.errors import ConfigError, ModuleError
 from headrace.schemas.messages.weights import join_modules
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config, parse_text
+from headrace.workers import EnvRunnerConfig, MultiAgentEnv
 from headrace.workers.config import runner_config
 from headrace.workers.modules import actor_critic
 from headrace.workers.policy.policies import PolicyMappingError

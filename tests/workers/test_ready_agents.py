@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from headrace import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from support.envs.crowd import policy_of
 from support.envs.toy_agents import check_books
 from support.fleets.env_hosts import EnvHosts

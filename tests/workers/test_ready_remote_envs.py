@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from support.envs.toy import check_books
 from support.fleets.env_hosts import EnvHosts
 from support.runners.call_rate import IDLE, calls_a_second

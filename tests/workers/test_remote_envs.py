@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import zmq
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.errors import ConfigError, ExitCode, PortInUseError
 from headrace.schemas.frames.wire import MessageKind, decode, encode
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.remote import pool as remote_pool
 from headrace.workers.envs.remote.env_messages import EnvHeartbeat, EnvHostHello
 from support.envs.toy import check_books

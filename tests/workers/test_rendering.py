@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 
-from headrace import VectorEnv
+from headrace.workers import VectorEnv
 from support.envs.native_vectors import EVERY_KIND, vector_of
 from support.envs.painters import Painter, TallPainter
 from support.envs.toy import check_books, runner

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner, merge_metrics
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner, merge_metrics
 from headrace.workers.metrics.logger import FigureWindow, MetricsLogger, build_report
 from headrace.workers.metrics.runner_metrics import MOST_FINISHED, RunnerMetrics
 from headrace.workers.metrics.totals import RunnerTotals

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import EnvContext
 from headrace.schemas.chunks.spaces import Spaces
+from headrace.workers import EnvContext
 from headrace.workers.envs.actions import RandomActions
 from headrace.workers.envs.spaces import convert
 from headrace.workers.randomness.seeds import EnvSeeds, NoiseBlocks, SeedTree

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from gymnasium.vector.utils import batch_space
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ModuleError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.runner.env_runner import EnvRunner
 from support.envs.toy import Counting, runner
 from support.runners.comparing import changed, equal_states

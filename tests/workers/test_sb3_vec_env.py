@@ -10,8 +10,8 @@ import pytest
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
 
-from headrace import EnvRunnerConfig
 from headrace.schemas.errors import ConfigError
+from headrace.workers import EnvRunnerConfig
 from headrace.workers.adapters.sb3_vec_env import SB3VecEnv
 from support.envs.walks import SpaceWalk
 

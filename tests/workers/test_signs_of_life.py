@@ -9,8 +9,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from headrace import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.schemas.accounts.user_calls import UserCall
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.metrics import call_mark
 
 NUM_ENVS = 4

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace import merge_metrics
 from headrace.schemas.accounts.worker_figures import TIME_PARTS
+from headrace.workers import merge_metrics
 from headrace.workers.connectors import FlattenObservations
 from headrace.workers.modules.actor_critic import actor_critic
 from support.envs.toy import Counting, runner

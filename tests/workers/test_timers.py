@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace import merge_metrics
+from headrace.workers import merge_metrics
 from headrace.workers.connectors import MeanStd
 from headrace.workers.metrics.timers import EVERY, TIMERS, WINDOW, Timers
 from support.envs.toy import Counting, runner

@@ -16,10 +16,10 @@ import orjson
 import pytest
 from gymnasium.vector import AutoresetMode
 
-from headrace import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.schemas.chunks.batch import info_json
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.agents.env import MultiAgentEnv
 from headrace.workers.envs.checks import INFO_DEPTH, told_info
 from headrace.workers.envs.native.infos import final_infos, infos_by_lane, without_rows

@@ -15,9 +15,9 @@ import pytest
 import torch
 from golden_envs import Choices, Nested, Picture, Push, Walk
 
-from headrace import EnvRunner, EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.schemas.chunks.spaces import Spaces, leaves
 from headrace.schemas.errors import ModuleError, PolicyCallError
+from headrace.workers import EnvRunner, EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.agents.examples import TwoCarts, two_carts
 from headrace.workers.connectors import (
     ClipActions,

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import EnvRunnerConfig
 from headrace.schemas.basics.stop_event import stop_event
+from headrace.workers import EnvRunnerConfig
 from headrace.workers.fleet import user_side
 from headrace.workers.fleet.user_side import envs_apart
 from headrace.workers.runner.single_agent_env_runner import open_runner

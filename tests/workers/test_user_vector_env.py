@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import EnvContext, VectorEnv
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
+from headrace.workers import EnvContext, VectorEnv
 from headrace.workers.envs import restarts
 from support.envs.toy import Counting, Faulty, Walk, check_books, runner
 

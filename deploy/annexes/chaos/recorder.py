@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from headrace.learner_stub.streaming.stream import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.batch import ChunkBatch

@@ -40,8 +40,7 @@ from headrace.schemas.peers.fleet_address import RunDirAddresses, await_address
 from headrace.workers.envs.creators import registered_creator
 
 if TYPE_CHECKING:  # a program that only reads the stream needs no torch
-    from headrace.learner_stub.publishing.publisher import WeightPublisher
-    from headrace.learner_stub.streaming.stream import EpisodeStream
+    from headrace.learner_stub import EpisodeStream, WeightPublisher
 
 log = logging.getLogger("headrace.fleet")
 
@@ -162,13 +161,13 @@ class RunningFleet:
 
     def stream(self, **options: Any) -> EpisodeStream:
         """Return a stream of the fleet's chunks, with `options` of `EpisodeStream`. It ends when the fleet does."""
-        from headrace.learner_stub.streaming.stream import EpisodeStream
+        from headrace.learner_stub import EpisodeStream
 
         return self._opened(EpisodeStream, options)
 
     def weights(self, **options: Any) -> WeightPublisher:
         """Return a publisher of weights to the workers, with `options` of `WeightPublisher`."""
-        from headrace.learner_stub.publishing.publisher import WeightPublisher
+        from headrace.learner_stub import WeightPublisher
 
         return self._opened(WeightPublisher, options)
 

@@ -17,7 +17,7 @@ import torch
 from own_fleet import run
 from torch import nn
 
-from headrace import EpisodeStream, WeightPublisher, episodes_of, gae, to_torch
+from headrace.learner_stub import EpisodeStream, WeightPublisher, episodes_of, gae, to_torch
 from headrace.workers.modules import actor_critic
 
 NUM_ENVS, LENGTH = 4, 128

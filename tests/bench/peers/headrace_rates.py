@@ -15,7 +15,7 @@ from measuring import Take, main
 
 from bench import limits, pipeline, transport
 from bench.processes import Processes
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
 
 @contextmanager

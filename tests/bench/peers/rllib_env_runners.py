@@ -26,7 +26,7 @@ from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
 from bench.turns import in_turns
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.workers.modules import actor_critic
 

@@ -21,7 +21,7 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 
 
 class Sb3Module(nn.Module):

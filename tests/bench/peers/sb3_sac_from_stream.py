@@ -17,7 +17,7 @@ from stable_baselines3 import SAC
 from stable_baselines3.common.logger import configure
 from torch import nn
 
-from headrace import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 
 LENGTH = 8
 LIMIT_STEPS = 20_000

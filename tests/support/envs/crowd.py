@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 
-from headrace import EnvContext, MultiAgentEnv
+from headrace.workers import EnvContext, MultiAgentEnv
 from support.envs.troubled import FAULTS as OF_ONE
 
 MASKED: Any = gym.spaces.Dict(

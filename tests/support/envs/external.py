@@ -10,8 +10,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace import SingleAgentEnvRunner
 from headrace.schemas.chunks.chunk import EpisodeChunk, to_episode
+from headrace.workers import SingleAgentEnvRunner
 from headrace.workers.external import ExternalEnv, ExternalEpisodes
 from support.envs.toy import runner
 

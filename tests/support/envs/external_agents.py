@@ -10,8 +10,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace import MultiAgentEnvRunner
 from headrace.schemas.chunks.chunk import EpisodeChunk, to_episode
+from headrace.workers import MultiAgentEnvRunner
 from headrace.workers.external import ExternalAgentEpisodes, ExternalMultiAgentEnv
 from support.envs.toy_agents import multi_runner
 

@@ -10,8 +10,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from headrace import EnvContext
 from headrace.schemas.chunks.chunk import to_episode
+from headrace.workers import EnvContext
 
 KINDS = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
 EVERY_KIND = [(kind, mode) for kind in KINDS for mode in AutoresetMode]

@@ -6,7 +6,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from headrace import EnvContext
+from headrace.workers import EnvContext
 
 
 def minigrid(context: EnvContext) -> gym.Env[Any, Any]:

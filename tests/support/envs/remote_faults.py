@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from headrace import EnvContext
+from headrace.workers import EnvContext
 from support.envs import inline_faults, troubled
 
 noted: list[tuple[int, str]] = []

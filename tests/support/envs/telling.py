@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace import EnvContext
+from headrace.workers import EnvContext
 
 
 class Telling(gym.Env[Any, Any]):

@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace import EnvContext, EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers import EnvContext, EnvRunnerConfig, SingleAgentEnvRunner
 from support.envs.counting import Counting
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner
+from headrace.workers import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner
 
 BOX: Any = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 CHOICE: Any = gym.spaces.Discrete(3)

@@ -16,7 +16,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace import EnvContext, StepFailedRecreateEnv
+from headrace.workers import EnvContext, StepFailedRecreateEnv
 from support.waiting import wait_until
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace import EpisodeStream, LearnerState, WeightPublisher
+from headrace.learner_stub import EpisodeStream, LearnerState, WeightPublisher
 from headrace.workers.modules import actor_critic
 
 STEPS = 1024

@@ -23,11 +23,11 @@ import numpy as np
 import orjson
 import zmq
 
-from headrace import EpisodeStream
 from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.broker.process import Broker, open_broker
 from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.reports.report import Report
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, WorkerTotals
 from headrace.schemas.basics.stop_event import StopEvent
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch

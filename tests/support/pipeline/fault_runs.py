@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import add_up
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from support.pipeline.delivery import BrokerThread

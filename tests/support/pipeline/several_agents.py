@@ -8,9 +8,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
+from headrace.workers import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner
 
 TWO_CARTS: dict[str, Any] = {
     "env": "headrace.workers.agents.examples:two_carts",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace import EpisodeStream
+from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.rollouts.module import build_module
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.recorder import read_recorder

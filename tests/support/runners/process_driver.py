@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace import EnvContext, EnvRunnerConfig
+from headrace.workers import EnvContext, EnvRunnerConfig
 from headrace.workers.envs.creators import build_env, find_creator
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.pool import EnvProcessPool

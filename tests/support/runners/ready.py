@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from headrace import SingleAgentEnvRunner
 from headrace.schemas.chunks.chunk import EpisodeChunk, to_episode
+from headrace.workers import SingleAgentEnvRunner
 from headrace.workers.connectors import FlattenObservations, FrameStack, PreviousActionReward
 from support.runners.recurrent import LSTM
 

@@ -12,12 +12,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.schemas.accounts.ledger import Discard, WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.messages.weights import join_modules, weights_digest
 from headrace.schemas.settings.serving_settings import ServingSection
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.policy.module_weights import read_weights
 from headrace.workers.serving.acting import ActingClient
 from headrace.workers.serving.client import PolicyClient

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from headrace import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.schemas.settings.serving_settings import ServingSection
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
 from support.serving.raw_http import RawHttp, put
 

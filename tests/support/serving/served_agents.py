@@ -15,12 +15,12 @@ import orjson
 import torch
 import zmq
 
-from headrace import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.errors.serving import error_of
 from headrace.schemas.frames.wire import decode, encode
 from headrace.schemas.settings.serving_settings import ServingSection
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.agents.env import MultiAgentEnv
 from headrace.workers.serving.served_env import ServedEnvs
 from headrace.workers.serving.serving_messages import AgentsStep, ClientHello, ClientReject, EpisodeAbort, EpisodeStart
