@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
-from headrace.learner_stub.reference.training_arrays import training_arrays, training_tensors
+from headrace.learner_stub.checkpoints.checkpoint import MODULE
 from headrace.learner_stub.reference.training_stats import Metrics, TrainingStats
 from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, StopDeadline
 from headrace.learner_stub.rollouts.minibatches import (
@@ -276,3 +276,29 @@ def _zeros(parameter: nn.Parameter) -> dict[str, Tensor]:
     return {"step": torch.zeros((), device=parameter.device)} | {
         name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
     }
+
+
+def training_arrays(module: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Return both state dicts' tensors as arrays by name, sharing their memory.
+
+    Hyperparameters are not kept: they are the config's.
+    """
+    tensors = {f"{MODULE}{name}": tensor for name, tensor in module.items()}
+    for index, moments in optimizer["state"].items():
+        tensors |= {f"optimizer/{index}/{name}": tensor for name, tensor in moments.items()}
+    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+
+
+def training_tensors(arrays: Mapping[str, NDArray[Any]]) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    """Return (module state dict, optimizer's "state") from `training_arrays`, in memory of their own."""
+    module: dict[str, Tensor] = {}
+    optimizer: dict[int, dict[str, Tensor]] = {}
+    for name, array in arrays.items():
+        part, _, rest = name.partition("/")
+        tensor = torch.from_numpy(array.copy())  # a file's arrays are read-only, and torch warns of those
+        if part == "module":
+            module[rest] = tensor
+        else:
+            index, _, moment = rest.partition("/")
+            optimizer.setdefault(int(index), {})[moment] = tensor
+    return module, optimizer

@@ -10,7 +10,7 @@ from headrace.workers.agents.acting_seats import ActingSeats
 from headrace.workers.agents.env import AgentDict, gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.agents.seating import Seating
-from headrace.workers.agents.source import Gathered, LaneAnswer
+from headrace.workers.agents.vector import Gathered, LaneAnswer
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.sequential_step import Outcome
