@@ -52,7 +52,7 @@ NAMES_BECOME_CODE = {
     "workers/policy/module_protocol.py": CONFIG,
     "workers/__init__.py": "its own public names, loaded when asked for",
     "learner_stub/__init__.py": "its own public names, loaded when asked for",
-    "deploy/loggers/opening.py": CONFIG,
+    "deploy/loggers/logger_thread.py": CONFIG,
     "deploy/__init__.py": "its own public names, loaded when asked for",
     "deploy/root_package/__init__.py": "the public names of the whole package, loaded when asked for",
     "deploy/annexes/chaos/truth.py": CONFIG,

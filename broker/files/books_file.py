@@ -32,8 +32,6 @@ class EndedLives(BaseModel):
 
 class _Content(EndedLives):
     fleet_id: str
-    has_witness: bool = False
-    """True if the broker that wrote it keeps a sum of these lives in lifetime.json."""
 
 
 class BooksFile:
@@ -48,12 +46,9 @@ class BooksFile:
         return self._read() or EndedLives()
 
     def needs_witness(self) -> bool:
-        """Return whether lifetime.json must have a sum of the ended lives. Raises `RunDirError` for a damaged file.
-
-        A file of an earlier version does not say so, and had no such sum beside it.
-        """
+        """Return whether lifetime.json must have a sum of the ended lives. Raises `RunDirError` for a damaged file."""
         content = self._read()
-        return content is not None and content.has_witness and bool(content.folded or content.rows)
+        return content is not None and bool(content.folded or content.rows)
 
     def _read(self) -> _Content | None:
         try:
@@ -72,6 +67,6 @@ class BooksFile:
     def write(self, ended: EndedLives) -> None:
         """Replace the file. Raises `OSError`."""
         content = _Content.model_construct(
-            fleet_id=self._fleet_id, folded=ended.folded, rows=ended.rows, counters=ended.counters, has_witness=True
+            fleet_id=self._fleet_id, folded=ended.folded, rows=ended.rows, counters=ended.counters
         )
         replace_private(self._path, content.model_dump_json().encode())

@@ -110,7 +110,7 @@ class LifetimeFile:
     def add_ended(self, ended: EndedLives) -> None:
         """Add the lives of `ended` that are not in the sums yet. `write` writes them without a pause.
 
-        A slot without a sum begins with its folded lives, as after an upgrade.
+        A slot without a sum begins with its folded lives.
         """
         for slot, lives in ended.folded.items():
             if slot not in self._ended:

@@ -16,8 +16,7 @@ from headrace.schemas.credentials.keys import BrokerKeys
 from headrace.schemas.errors import socket_folder_error
 from headrace.schemas.frames.manifest import DEFAULT_LIMITS
 from headrace.schemas.peers import sockets
-from headrace.schemas.peers.connection_limit import connection_limit
-from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortWatch
+from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortWatch, connection_limit
 from headrace.schemas.peers.ports import bind_to_port, check_insecure
 from headrace.schemas.peers.socket_folder import endpoint_of, lock_sockets, make_socket_folder
 from headrace.schemas.settings.config import BrokerSection

@@ -29,7 +29,7 @@ from headrace.deploy.run.named_code import with_found
 from headrace.deploy.run.options import Asked, as_toml, chosen_run, named_fleet, resolve_each
 from headrace.deploy.run.run_dir import KEYS_FOLDER, new_run_dir
 from headrace.deploy.run.several_brokers import whole_run_dir
-from headrace.deploy.terminal.output import wants_tracebacks
+from headrace.deploy.terminal.logs import wants_tracebacks
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, open_std_streams, say
 from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, machine_error
@@ -236,7 +236,7 @@ def audit(
     problems = []
     for resolved in resolve_each(asked):
         named = named_fleet(resolved)
-        folder = whole_run_dir(resolved) if named is not None else chosen_run(resolved)
+        folder = whole_run_dir(resolved) if named is not None else chosen_run(resolved.fleet.run_dir)
         problems += audit_run(folder, as_json=as_json, stream=sys.stdout, named=named)
     if strict and problems:
         raise HeadraceError("the books do not balance: " + "; ".join(problems))

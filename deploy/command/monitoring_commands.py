@@ -93,7 +93,7 @@ def chosen_fleet(asked: Asked, redis_url: str, fleet_id: str) -> Iterator[FactsR
         if others:
             detail = f"should name one of the {len(others) + 1} brokers; set HEADRACE_BROKER__INDEX"
             raise ConfigError(detail, key="broker.index")
-        with _reader_of(asked.config, resolved) or facts_of_run(chosen_run(resolved)) as reader:
+        with _reader_of(asked.config, resolved) or facts_of_run(chosen_run(resolved.fleet.run_dir)) as reader:
             yield reader
         return
     if not redis_url or not fleet_id or asked.flags["fleet.run_dir"] is not None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
 import typer
 
 from headrace.deploy.run.options import Asked, config_file, recipes
-from headrace.deploy.terminal.output import LogFormat, choose_output
+from headrace.deploy.terminal.logs import LogFormat, choose_output
 from headrace.schemas.errors import ConfigError
 
 

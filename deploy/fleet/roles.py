@@ -25,6 +25,7 @@ from headrace.deploy.run.joining import (
     await_place,
     check_published,
     env_host_keys,
+    has_several_brokers,
     in_run,
     join,
     join_worker,
@@ -128,11 +129,10 @@ def _start_group(asked: Asked, endpoint: str | None, count: int, scratch_dir: Pa
     from headrace.deploy.process.child_environment import child_environment
     from headrace.deploy.process.fork_server import early_or_new
 
-    environment = child_environment(asked.settings.sampling.torch_threads)
-    with early_or_new(environment) as fork_server:  # it imports torch while we look for the fleet
-        joined = join_to_work(asked, endpoint)
-        if joined is None:
-            return
+    joined = join_to_work(asked, endpoint)  # a fork server that was started early imports torch meanwhile
+    if joined is None:
+        return
+    with early_or_new(child_environment(joined.config.sampling.torch_threads)) as fork_server:
         set_up_logging(Identity(joined.fleet_id, "supervisor"))
         part("warn_of_limits")(joined.config, "worker", count)
         if isinstance(joined.source, Rendezvous):
@@ -154,13 +154,14 @@ def join_to_work(asked: Asked, endpoint: str | None, slot: int | None = None) ->
 
 def start_broker(asked: Asked, *, max_env_steps: int | None = None) -> None:
     """Run the broker until it is told to stop."""
-    config, section = asked.settings, asked.settings.broker
-    if section.count > 1:
+    share = None
+    if has_several_brokers(asked):
+        section = asked.settings.broker
         if section.index is None:
             detail = f"should say which of the {section.count} brokers this one is, from 0 on"
             raise ConfigError(detail, key="broker.index")
-        config = at_broker(config, section.index).model_copy(update={"broker": section})
-    config, origin = in_run(asked, config, chosen_run(config))
+        share = at_broker(asked.settings, section.index).model_copy(update={"broker": section})
+    config, origin = in_run(asked, chosen_run(share.fleet.run_dir if share else asked.named("fleet.run_dir")), share)
     run_dir = _folder(Path(config.fleet.run_dir))
     fleet_id = config.fleet.fleet_id or f"fleet-{secrets.token_hex(4)}"
     set_up_logging(Identity(fleet_id, "broker"))
@@ -181,7 +182,7 @@ def start_broker(asked: Asked, *, max_env_steps: int | None = None) -> None:
 
 def start_learner(asked: Asked, *, endpoint: str | None) -> None:
     """Run the reference learner until it is told to stop."""
-    if endpoint is None and asked.settings.broker.count > 1:
+    if endpoint is None and has_several_brokers(asked):
         _start_learner_of_all(asked)
         return
     joined = join(asked, endpoint, "learner")
@@ -199,7 +200,7 @@ def _start_learner_of_all(asked: Asked) -> None:
     endpoints = [place.find("learner") for place in places]
     if not any(endpoints):
         raise no_fleet_error(places[0].where, places[0].problem)
-    config, origin = in_run(asked, config, whole_run_dir(config))
+    config, origin = in_run(asked, whole_run_dir(config))
     for place, share in zip(places, shares, strict=True):
         if (published := place.look()) is not None:
             check_published(published, place.where, config, share.fleet_id, "learner")

@@ -17,7 +17,7 @@ from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.parent_death import bound_to_us
 from headrace.deploy.terminal.log_rotation import rotated_path, was_rotated_since
 from headrace.schemas.basics.run_files import opener
-from headrace.schemas.basics.signal_names import signal_name
+from headrace.schemas.basics.stop_event import signal_name
 from headrace.schemas.errors import ExitCode, writing
 
 _TAIL_BYTES = 16 * 1024

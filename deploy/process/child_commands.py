@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.fork_server import HEADRACE
 from headrace.deploy.process.supervisor import ProcessSpec, Role
-from headrace.deploy.terminal.output import chosen_output
+from headrace.deploy.terminal.logs import chosen_output
 from headrace.schemas.settings.config import FleetConfig
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from headrace.deploy.run.evaluation_log import describe
 from headrace.deploy.run.goal import EPISODES_NEEDED, Goal, RunNumbers
 from headrace.deploy.run.redis_view import Snapshot
-from headrace.deploy.terminal.output import chosen_output
+from headrace.deploy.terminal.logs import chosen_output
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.schemas.accounts.figures import added_up
 from headrace.schemas.accounts.redis_keys import revoked_sessions

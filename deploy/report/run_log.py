@@ -10,7 +10,7 @@ from typing import Any, Self
 import orjson
 
 from headrace.deploy.loggers import Row, RunInfo
-from headrace.deploy.loggers.opening import open_loggers
+from headrace.deploy.loggers.logger_thread import open_loggers
 from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.report.run_rows import evaluation_row, fleet_row, learner_row
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot

@@ -49,13 +49,12 @@ def join(asked: Asked, endpoint: str | None, role: str, slot: int | None = None)
     `slot`: that of a worker. Of several brokers it joins its own.
     """
     if endpoint is not None:
-        own = asked.settings.fleet
-        run_dir = own.run_dir or RUNS / file_name_of(own.fleet_id or endpoint)
-        config, origin = in_run(asked, asked.settings, run_dir)
+        run_dir = asked.named("fleet.run_dir") or RUNS / file_name_of(asked.named("fleet.fleet_id") or endpoint)
+        config, origin = in_run(asked, run_dir)
         check_address(endpoint, "--endpoint")
         return Joined(config, origin, config.fleet.fleet_id, endpoint, None)
-    config, where = _of_its_broker(asked, slot)
-    return _meet(where, asked, config, role) if where else _join_run(asked, config, role)
+    share, where = _share(asked, slot)
+    return _meet(where, asked, share or asked.settings, role) if where else _join_run(asked, role)
 
 
 def join_worker(asked: Asked, connect: str | None, slot: int | None) -> Joined | None:
@@ -69,42 +68,45 @@ def join_worker(asked: Asked, connect: str | None, slot: int | None) -> Joined |
             raise ConfigError("give either --connect or --run-dir", key="--connect")
         check_address(connect, "--connect")
         return Joined(asked.settings, asked.origin, asked.settings.fleet.fleet_id, connect, None)
-    config, where = _of_its_broker(asked, slot)
+    share, where = _share(asked, slot)
     if not where:
-        return _join_run(asked, config, f"envs-{slot or 0}", slot=slot or 0)
+        return _join_run(asked, f"envs-{slot or 0}", slot=slot or 0)
+    config = share or asked.settings
     address, source = _worker_at(where, config, slot)
     if address is None:
         return None
     return Joined(config, f"{asked.origin}; rendezvous: {where}", config.fleet.fleet_id, address, source)
 
 
-def _of_its_broker(asked: Asked, slot: int | None) -> tuple[FleetConfig, str]:
-    """Return the settings of a worker, and the rendezvous that they name; "" for none.
+def _share(asked: Asked, slot: int | None) -> tuple[FleetConfig | None, str]:
+    """Return the settings of a worker's own broker, None in a fleet of one; and the rendezvous, "" for none."""
+    if not has_several_brokers(asked):
+        return None, rendezvous_in(asked)
+    share = at_broker(asked.settings, index_for(asked.settings, slot))
+    return share, share.fleet.rendezvous
 
-    In a fleet of several brokers, both are those of the worker's own broker.
-    """
-    config = asked.settings
-    if config.broker.count == 1:
-        return config, rendezvous_in(asked)
-    config = at_broker(config, index_for(config, slot))
-    return config, config.fleet.rendezvous
+
+def has_several_brokers(asked: Asked) -> bool:
+    """Return whether the user's settings are for several brokers, which no run of `headrace up` has."""
+    return asked.named("broker.count") not in ("", "1") and asked.settings.broker.count > 1
 
 
 def rendezvous_in(asked: Asked) -> str:
     """Return the rendezvous that the settings name; "" for none, or if a flag names a run directory instead."""
     by_run_dir = asked.flags.get("fleet.run_dir") and not asked.flags.get("fleet.rendezvous")
-    return "" if by_run_dir else asked.settings.fleet.rendezvous
+    return "" if by_run_dir else asked.named("fleet.rendezvous")
 
 
-def in_run(asked: Asked, config: FleetConfig, run_dir: str | Path) -> tuple[FleetConfig, str]:
+def in_run(asked: Asked, run_dir: str | Path, share: FleetConfig | None = None) -> tuple[FleetConfig, str]:
     """Return the settings of a process that keeps its files in `run_dir`, and their origin in words.
 
-    They are those of the run there if the user names no file, else `config`. Raises `ConfigError`.
+    They are those of the run there if the user names no file; else `share`, those at one of several brokers, or what
+    the user asks for. Raises `ConfigError`.
     """
     own = Path(run_dir) / "config.json"
     if asked.config is None and own.exists():
-        asked = replace(asked, config=own) if asked.allow is None else with_found(asked, own)
-        config = asked.settings
+        asked, share = replace(asked, config=own) if asked.allow is None else with_found(asked, own), None
+    config = share or asked.settings
     return config.replaced({"fleet.run_dir": str(run_dir)}), asked.origin
 
 
@@ -122,7 +124,7 @@ def _meet(where: str, asked: Asked, config: FleetConfig, role: str) -> Joined | 
     if not endpoint or published is None:
         raise no_fleet_error(where, rendezvous.problem)
     fleet_id = wanted or published.fleet_id
-    config, origin = in_run(asked, config, config.fleet.run_dir or RUNS / file_name_of(fleet_id or endpoint))
+    config, origin = in_run(asked, config.fleet.run_dir or RUNS / file_name_of(fleet_id or endpoint), config)
     check_published(published, where, config, wanted, role)
     rendezvous.fleet_id = fleet_id
     source = None if where.startswith("dns://") else rendezvous
@@ -130,21 +132,21 @@ def _meet(where: str, asked: Asked, config: FleetConfig, role: str) -> Joined | 
     return Joined(config, f"{origin}; rendezvous: {where}", fleet_id, endpoint, source)
 
 
-def _join_run(asked: Asked, config: FleetConfig, role: str, slot: int | None = None) -> Joined | None:
+def _join_run(asked: Asked, role: str, slot: int | None = None) -> Joined | None:
     """Find the fleet of a run directory, by default of the newest run. Return None after a stop signal.
 
     A run that has stopped or is starting may have other settings afterwards. `slot`: of the worker that an env host
     serves. Raises `RunDirError`.
     """
-    run_dir = chosen_run(config)
-    config, origin = in_run(asked, config, run_dir)
+    run_dir = chosen_run(asked.named("fleet.run_dir"))
+    config, origin = in_run(asked, run_dir)
     if slot is not None and (config.sampling.env_placement != "remote" or slot >= config.fleet.workers):
         wanted = f"its fleet has no worker {slot} that takes env hosts"
         raise RunDirError(str(run_dir), wanted, "start it with --set sampling.env_placement=remote, or give --connect")
     if not RunDirAddresses(run_dir, running=True).find(role):
         if not _await_run(config, role, may_be_new=slot is not None and asked.config is not None):
             return None
-        config, origin = in_run(asked, config, run_dir)
+        config, origin = in_run(asked, run_dir)
     fleet_id, endpoints = read_addresses(run_dir)
     if role not in endpoints:
         raise RunDirError(str(run_dir), "no broker has served from it yet; start `headrace up`, or give --endpoint")

@@ -17,7 +17,7 @@ from headrace.deploy.run.several_brokers import at_broker
 from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.config_loading import Origins, load_config, take_stream
+from headrace.schemas.settings.config_loading import Origins, load_config, take_stream, values_of_environment
 from headrace.schemas.settings.redis_url import read_redis_url, without_password
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -66,8 +66,22 @@ class Asked:
 
         File and environment are read once. Raises `ConfigError`.
         """
-        given = {key: value for key, value in self.flags.items() if value is not None}
-        return load_config(self.config, {**parse_sets(self.sets or ()), **given})
+        return load_config(self.config, self._line)
+
+    @cached_property
+    def _line(self) -> dict[str, Any]:
+        flags = {key: value for key, value in self.flags.items() if value is not None}
+        return {**parse_sets(self.sets or ()), **flags}
+
+    def named(self, key: str) -> str:
+        """Return, as text, what the user gives for a setting, apart from the file of a run; "" for nothing.
+
+        It is not validated, unless the user names a file: a process may have to find its run before it resolves. Raises
+        `ConfigError`.
+        """
+        if self.config is not None:
+            return str(self.settings.value_of(key))
+        return str({**values_of_environment(), **self._line}.get(key, ""))
 
     @property
     def settings(self) -> FleetConfig:
@@ -86,20 +100,20 @@ class Asked:
 
     def run_dir(self) -> Path:
         """Return the run directory of a command; see `chosen_run`."""
-        return chosen_run(self.settings)
+        return chosen_run(self.settings.fleet.run_dir)
 
     def with_flags(self, flags: Mapping[str, Any]) -> Asked:
         """Return the same with other or more flags."""
         return replace(self, flags={**self.flags, **flags})
 
 
-def chosen_run(config: FleetConfig) -> Path:
+def chosen_run(run_dir: str) -> Path:
     """Return the run directory of a command: the configured one, else the newest run, which is printed on stderr.
 
     Raises `FleetError` when there is none.
     """
-    if config.fleet.run_dir:
-        return Path(config.fleet.run_dir)
+    if run_dir:
+        return Path(run_dir)
     run = newest_run()
     say(f"run directory: {run}, the newest in {run.parent}/", sys.stderr)
     return run

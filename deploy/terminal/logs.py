@@ -1,18 +1,20 @@
-"""Logs: readable lines, or JSON lines for machines, each with role, slot and incarnation."""
+"""Logs: readable lines, or JSON lines for machines, each with role, slot and incarnation; and how much is printed."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
 from copy import copy
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import orjson
+import typer
 
-from headrace.deploy.terminal.output import LogFormat, chosen_output
 from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.basics.printable import printable
 
@@ -22,6 +24,50 @@ _FEW_LETTERS = 4
 """As in "%s: %s", "%d, %s"."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+class LogFormat(StrEnum):
+    """The form of log lines: text for people, json for machines."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The choice of log level and log format on the command line."""
+
+    verbose: bool = False
+    quiet: bool = False
+    log_format: LogFormat = LogFormat.TEXT
+
+    @property
+    def level(self) -> int:
+        """Return the lowest level of log records that are printed."""
+        return logging.DEBUG if self.verbose else logging.WARNING if self.quiet else logging.INFO
+
+
+_chosen = Output()
+
+
+def chosen_output() -> Output:
+    """Return the output options of this process's command line."""
+    return _chosen
+
+
+def wants_tracebacks() -> bool:
+    """Return whether expected errors are shown with their tracebacks."""
+    return _chosen.verbose or bool(os.environ.get("HEADRACE_DEBUG"))
+
+
+def choose_output(*, verbose: bool, quiet: bool, log_format: LogFormat, no_color: bool) -> None:
+    """Choose the output of this process; `no_color` also for its children. Raises `typer.BadParameter`."""
+    global _chosen
+    if no_color:
+        os.environ["NO_COLOR"] = "1"  # rich reads it, in this process and in its children
+    if verbose and quiet:
+        raise typer.BadParameter("give --verbose or --quiet, not both")
+    _chosen = Output(verbose, quiet, log_format)
 
 
 @dataclass(frozen=True)

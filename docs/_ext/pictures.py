@@ -21,8 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from headrace.deploy.annexes.watch.report.report_command import write_report  # noqa: E402
-from headrace.deploy.annexes.watch.top.top import StateSource  # noqa: E402
-from headrace.deploy.annexes.watch.top.top_view import screen  # noqa: E402
+from headrace.deploy.annexes.watch.top.top import StateSource, screen  # noqa: E402
 from headrace.deploy.monitoring.facts import FactsReader  # noqa: E402
 from support.browser import Browser  # noqa: E402
 from support.fleets.running_fleet import RunningFleet  # noqa: E402

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch
-from headrace.schemas.chunks.chunk import DEFAULT_AGENT, LOOKBACK, ChunkEnd, format_episode_id
-from headrace.schemas.chunks.chunk_arrays import map_arrays
+from headrace.schemas.chunks.chunk import DEFAULT_AGENT, LOOKBACK, ChunkEnd, format_episode_id, map_arrays
 from headrace.schemas.chunks.episodes import ranges
 from headrace.schemas.chunks.spaces import Spaces, nest
 from headrace.schemas.errors import ConfigError

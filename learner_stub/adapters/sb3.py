@@ -28,8 +28,7 @@ from headrace.learner_stub.rollouts.rollout import chosen
 from headrace.learner_stub.rollouts.tensors import to_torch
 from headrace.learner_stub.streaming.stream import EpisodeStream
 from headrace.schemas.chunks.batch import ChunkBatch
-from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.chunks.chunk_arrays import map_arrays
+from headrace.schemas.chunks.chunk import ChunkEnd, map_arrays
 from headrace.schemas.chunks.episodes import episodes_of
 from headrace.schemas.errors import ConfigError, ModuleError
 

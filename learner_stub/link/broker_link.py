@@ -93,11 +93,10 @@ class BrokerLink:
 
     def follow(self, present: bool, now: float) -> bool:
         """Note whether the broker answers. Connect to its new address if it has moved, and return whether it has."""
-        before = self.endpoint
         moved = self.place.observe(present, now)
         if moved is None:
             return False
-        connection.move_token(self.token, before, moved)
+        connection.move_token(self.token, moved)
         self.close(0.0)
         self._connect(moved)
         return True

@@ -122,10 +122,11 @@ def _forget_endpoints(token: str) -> None:
         del _TOKENS[key]
 
 
-def move_token(token: str, before: str, after: str) -> None:
-    """Note that the broker of the learner with `token` has moved to another endpoint."""
-    if before and _TOKENS.get((os.getpid(), before)) == token:
-        del _TOKENS[(os.getpid(), before)]
+def move_token(token: str, after: str) -> None:
+    """Note that the broker of the learner with `token` is at another endpoint now.
+
+    The endpoint before stays the learner's too: its publisher may be opened later with the same, old addresses.
+    """
     _TOKENS[(os.getpid(), after)] = token
 
 

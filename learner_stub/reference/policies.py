@@ -14,8 +14,7 @@ from typing import Any
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headrace.learner_stub.reference.ppo import PPO
-from headrace.learner_stub.reference.training_arrays import training_arrays, training_tensors
+from headrace.learner_stub.reference.ppo import PPO, training_arrays, training_tensors
 from headrace.learner_stub.reference.training_stats import Metrics, TrainingStats
 from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, StopDeadline
 from headrace.learner_stub.rollouts.module import build_frozen_module, build_module

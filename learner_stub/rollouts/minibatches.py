@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace.learner_stub.rollouts.interruption import StopDeadline
 from headrace.learner_stub.rollouts.module import TrainableModule, check_answer
 from headrace.learner_stub.rollouts.rollout import Rollout
-from headrace.schemas.chunks.chunk_arrays import map_arrays
+from headrace.schemas.chunks.chunk import map_arrays
 from headrace.schemas.chunks.episodes import ranges
 from headrace.schemas.errors import ModuleError
 

@@ -360,10 +360,12 @@ class EpisodeStream:
         connection.check_newest(self.token)
         self._note_published()
         # First take what came while the user trained: the session then judges how long the broker has been silent.
+        pending = self.pending
         for broker in self._brokers:
             broker.pump(waiting=wait_s > 0)
         if wait_s > 0:
-            self._await(wait_s)
+            # A batch that came must not wait for another one, only for the commits that are gathered to be sent.
+            self._await(min(wait_s, self._brokers[0].session.limits.gather_s) if self.pending > pending else wait_s)
             for broker in self._brokers:
                 broker.pump(waiting=True)  # the heartbeat is due as the wait ends
         for broker in self._brokers:

@@ -103,13 +103,11 @@ class CounterRow:
 
     - word: its place in an area of the recorder, for ever. New counters take the words from 96 on.
     - metric: its row among the fleet's lifetime counters; None if it is none of them.
-    - layout: the first layout of recorder files that holds it.
     - value: the attribute to read where the field may be None; "" for the field itself.
     """
 
     word: int
     metric: Metric | None = None
-    layout: int = 1
     value: str = ""
 
 
@@ -145,7 +143,7 @@ class WorkerTotals(BaseModel):
     episodes: Annotated[Natural, CounterRow(6, _EPISODES)] = 0
     env_failures: Annotated[Natural, CounterRow(7, _ENV_FAILURES)] = 0
     env_rebuilds: Annotated[Natural, CounterRow(8, Metric("env_rebuilds_total", "rebuilds", "of sub-environments"))] = 0
-    env_steps: Annotated[Natural | None, CounterRow(14, _ENV_STEPS, layout=2, value="steps_of_envs")] = None
+    env_steps: Annotated[Natural | None, CounterRow(14, _ENV_STEPS, value="steps_of_envs")] = None
     """Steps of envs, counted once for all agents that acted. None from a peer or a book that knows envs of one agent
     only.
     """

@@ -196,8 +196,8 @@ class Reading:
 def read_recorder(path: Path) -> Reading | None:
     """Read the last commit in the file at `path`.
 
-    None when there is no file, when its writer died before the first commit, and for a file that is not a recorder of a
-    known layout. Raises nothing but OSError for a file it may not read.
+    None when there is no file, when its writer died before the first commit, and for a file that is not a recorder of
+    this layout. Raises nothing but OSError for a file it may not read.
     """
     words = read_words(path, _WORDS)
     if words is None:
@@ -220,7 +220,7 @@ def is_unborn(path: Path) -> bool:
 def _reading(words: memoryview, watched: WatchedCall) -> Reading:
     v = newest_area(words)
     totals = WorkerTotals(
-        **{name: v[row.word] for name, row in COUNTERS.items() if words[1] >= row.layout},
+        **{name: v[row.word] for name, row in COUNTERS.items()},
         discarded={reason: v[_DISCARDED + i] for reason, i in _DISCARDS.items() if v[_DISCARDED + i]},
         dropped=_read_counts(v, _DROPPED),
     )

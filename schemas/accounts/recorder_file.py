@@ -13,14 +13,12 @@ from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
 
 MAGIC = 0x4452_4F43_4552_5248
 LAYOUT = 2
-KNOWN_LAYOUTS = (1, 2)
-"""Layout 1, of the previous minor version, has no env steps."""
 COMMITS = 5
 HEADER = 8
 AREA = 128
 RING = HEADER + 2 * AREA
 CALL = RING + 3 * 1024
-"""Place of the words about the call in progress, after the window. Files of earlier writers end here."""
+"""Place of the words about the call in progress, after the window."""
 CALL_WORDS = 16
 BEAT_NS, SINCE_NS, OVERDUE, LIMITS_MS = 2, 3, 4, 8
 """Places among them, after kind and lane: the last look of the worker's own watch, when it first saw the call, whether
@@ -83,7 +81,7 @@ def seconds_of_silence(updated_ns: int, silent_until_ns: int, watched: WatchedCa
 def read_words(path: Path, count: int) -> memoryview | None:
     """Copy the first `count` words of the recorder at `path`, as of one commit.
 
-    None where there is no recorder of a known layout.
+    None where there is no recorder of this layout.
 
     After a hundred attempts the words of a writer that never pauses are returned as they are. Raises `OSError` for a
     file that this process may not read.
@@ -99,7 +97,7 @@ def read_words(path: Path, count: int) -> memoryview | None:
     except FileNotFoundError:
         return None
     words = memoryview(found).cast("q")
-    return words if words[0] == MAGIC and words[1] in KNOWN_LAYOUTS else None
+    return words if words[0] == MAGIC and words[1] == LAYOUT else None
 
 
 def newest_area(words: memoryview) -> memoryview:

@@ -1,4 +1,4 @@
-"""The files of a run: how they are opened for writing, and what peers of the fleet read in them.
+"""The files of a run: how they are opened, who else may read them, and what peers of the fleet read in them.
 
 Headrace never opens them through a symbolic link: a link that another user leaves in a folder would redirect a write to
 one of this user's own files. Private files are for their owner alone.
@@ -156,3 +156,38 @@ def run_state(run_dir: Path) -> str:
     """Return the state of the run in `run_dir`, as its supervisor noted it; "" for none."""
     state = read_object(run_dir / "fleet.json").get("state")
     return state if isinstance(state, str) else ""
+
+
+def mode_for_others(descriptor: int, path: Path) -> int:
+    """Return the mode of an open file that others than its owner may read, else 0.
+
+    systemd gives a service its credentials as files of root, which it lets the service's user read by an access control
+    list. The mode shows that as the right of a group to read, and the group is root's. Kubernetes mounts a Secret for a
+    user who is not root as files of root that the pod's own group may read.
+    """
+    found = os.fstat(descriptor)
+    mode = stat.S_IMODE(found.st_mode)
+    others = 0o037 if _is_credential(found, path) or _is_of_pod(found) else 0o077
+    return mode if mode & others else 0
+
+
+def open_at_once(name: str, flags: int) -> int:
+    """Open a file, as an `opener`, even if it is a pipe to which no process writes: a plain open would wait."""
+    return os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _is_credential(found: os.stat_result, path: Path) -> bool:
+    """Return whether systemd made this file, for this service: nothing but root may have put it there."""
+    folder = os.environ.get("CREDENTIALS_DIRECTORY", "")
+    if not folder or found.st_uid != 0 or found.st_gid != 0:
+        return False
+    try:
+        about = Path(folder).stat()
+    except OSError:
+        return False
+    return path.absolute().parent == Path(folder) and about.st_uid == 0 and not about.st_mode & 0o022
+
+
+def _is_of_pod(found: os.stat_result) -> bool:
+    """Return whether root gave this file to a group of ours, while we are not root: we can read it in no other way."""
+    return found.st_uid == 0 != os.geteuid() and found.st_gid in {os.getegid(), *os.getgroups()} - {0}

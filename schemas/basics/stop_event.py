@@ -1,4 +1,4 @@
-"""Stop signals as an event that a loop can check between two pieces of work."""
+"""Stop signals as an event that a loop can check between two pieces of work, and the names of signals."""
 
 from __future__ import annotations
 
@@ -111,3 +111,11 @@ def raise_stop(error: BaseException) -> None:
     codes = {getattr(handler, "__code__", None) for handler in handlers}
     if any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
         raise error
+
+
+_NAMES = {number.value: number.name for number in signal.Signals}
+
+
+def signal_name(number: int) -> str:
+    """Return "SIGKILL" and the like; most real-time signals have no name, so their number stands for it."""
+    return _NAMES.get(number, str(number))

@@ -69,8 +69,8 @@ is what the policy would have given it, or NaN. Such a step is not a sample of t
 """
 
 
-MOST_ABORTED = 1000
-"""Most aborted episodes in the header of one batch: the newest ones."""
+MOST_ENDED = 1000
+"""Most episodes of each kind, and most agents, that the header of one batch tells: the newest ones."""
 
 CONNECTOR_UPDATE = "_connectors/"
 """Prefix on the wire of the arrays of `ChunkBatch.connector_update`."""
@@ -101,21 +101,21 @@ class BatchHeader(BaseModel):
     modules: ListOf[str] = ["default_policy"]
     reasons: ListOf[str] = [""]
     episodes: ListOf[Annotated[tuple[float, Natural], Strict(False)]] = []
-    """(return, length) of each episode that ended in this batch."""
+    """(return, length) of the newest episodes that ended since the last batch. `totals` counts all."""
     agent_returns: ListOf[float] = Field(default_factory=list)  # pydantic deep-copies a default of []
-    """The return of each agent whose episode ended in this batch, which is of one module; empty in an env of one agent,
-    where it would be that of the episode.
+    """The returns of the newest agents whose episodes ended in this batch, which is of one module; empty in an env of
+    one agent, where they would be those of the episodes.
     """
     agent_lengths: ListOf[Natural] = Field(default_factory=list)
     """The agent steps of the same episodes, in the same order; empty from a worker that does not tell them."""
-    aborted: Annotated[ListOf[Annotated[tuple[float, Natural], Strict(False)]], Field(max_length=MOST_ABORTED)] = Field(
+    aborted: Annotated[ListOf[Annotated[tuple[float, Natural], Strict(False)]], Field(max_length=MOST_ENDED)] = Field(
         default_factory=list
     )
-    """(return, length) of episodes that ended before their end since the last batch: their env failed, the client was
-    lost, or the worker leaves.
+    """(return, length) of the newest episodes that ended before their end since the last batch: their env failed, the
+    client was lost, or the worker leaves. Older ones are in no count of aborted episodes.
     """
     frozen_agents: Annotated[
-        ListOf[Annotated[tuple[ChosenName, float, Natural], Strict(False)]], Field(max_length=MOST_ABORTED)
+        ListOf[Annotated[tuple[ChosenName, float, Natural], Strict(False)]], Field(max_length=MOST_ENDED)
     ] = Field(default_factory=list)
     """(module, return, agent steps) of agents that ended since the last batch and whose steps stay with the worker."""
     totals: WorkerTotals

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunks.chunk_arrays import map_arrays
+from headrace.schemas.chunks.chunk import map_arrays
 from headrace.schemas.chunks.episodes import episodes_of
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import xxhash
 
-from headrace.schemas.basics.private_files import mode_for_others, open_at_once
+from headrace.schemas.basics.run_files import mode_for_others, open_at_once
 from headrace.schemas.errors import KeysError
 
 GROUP_PATTERN = r"[a-z0-9][a-z0-9_-]{0,31}"

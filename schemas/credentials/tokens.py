@@ -9,7 +9,7 @@ import hashlib
 import hmac
 from pathlib import Path
 
-from headrace.schemas.basics.private_files import mode_for_others, open_at_once
+from headrace.schemas.basics.run_files import mode_for_others, open_at_once
 from headrace.schemas.errors import KeysError
 
 _SHORTEST, _LARGEST_FILE = 16, 4096

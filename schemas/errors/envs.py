@@ -60,14 +60,12 @@ class EnvHangError(EnvError):
         timeout_s: float,
         setting: str,
         stack: str,
-        fate: str = "its process was killed",
     ) -> None:
         self.env_index, self.phase, self.timeout_s = env_index, phase, timeout_s
         self.setting, self.stack = setting, stack
         where = f"; it stood at\n{stack.rstrip()}" if stack else ""
-        super().__init__(
-            f"env {env_index} did not return from {phase} within {setting} = {timeout_s:g} s and {fate}{where}"
-        )
+        seen = f"env {env_index} did not return from {phase} within {setting} = {timeout_s:g} s"
+        super().__init__(f"{seen} and its process was killed{where}")
 
 
 class EnvCrashError(EnvError):

@@ -12,6 +12,7 @@ docs/internals/threat-model.md says what is bounded, and what is not.
 from __future__ import annotations
 
 import logging
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +36,8 @@ _MOST_BEFORE_READY = 1 << 16
 _LOOK_S = 0.02
 """Seconds between two looks at few peers. The watch rests as long as it looks, so many peers cost half a core at most.
 """
+_OWN_FILES = 256
+"""Descriptors that a process needs in addition to connections."""
 
 
 class Watched(Protocol):
@@ -145,3 +148,20 @@ class PortWatch:
         if shut_down(fd, peer):
             text = f"closed a connection of {peer_in_words(peer)} at the {self._name} port: {why}"
             self._warnings.warn(b"", why, text)
+
+
+def connection_limit(most: int, ports: int = 1) -> int:
+    """Return how many connections each of `ports` ports may have: `most`, if this process may open so many files.
+
+    Raise the soft limit of open files for that as far as the system lets this process. Without descriptors left a
+    process can neither write its state nor accept peers.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most * ports + _OWN_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    places = most if soft == resource.RLIM_INFINITY else min(most, max(soft - _OWN_FILES, soft // 2) // ports)
+    if places < most:
+        log.warning("at most %d connections at a port, not %d: this process may open only %d files", places, most, soft)
+    return places

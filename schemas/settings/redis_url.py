@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
-from headrace.schemas.basics.private_files import mode_for_others, open_at_once
+from headrace.schemas.basics.run_files import mode_for_others, open_at_once
 
 TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 """Parameters of a rediss:// URL that name files."""

@@ -129,7 +129,6 @@ def test_the_command_reports_a_bad_value_in_one_sentence() -> None:
         ("[sampling]\nenv_config = {day = 2026-01-01}", ("sampling.env_config", "got a date", "bad.toml")),
         ("[broker]\nport = 65534", ("broker.port", "65533")),
         ("[broker]\nworker_port = 5701", ("broker.worker_port", "did you mean broker.port?")),
-        ('[broker]\ntransport = "tcp"', ("broker.transport", "did you mean broker.host?")),
         ("[broker]\nport = 5701", ("broker.port = 5701 is for TCP", "give broker.host and keys.dir")),
         ('[broker]\nadvertise = "box"', ("broker.advertise = 'box' is for TCP", "or leave broker.advertise out")),
         ('[broker]\nhost = "127.0.0.1"', ("serves by TCP: it needs keys.dir", "leave it out to serve this user's")),

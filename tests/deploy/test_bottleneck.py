@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from headrace.deploy.annexes.watch.state.fleet_state import fleet_state
-from headrace.deploy.annexes.watch.top.top_view import plain
+from headrace.deploy.annexes.watch.top.top import plain
 from headrace.deploy.monitoring.bottleneck import find_bottleneck
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.findings import find

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from headrace.deploy.fleet import roles
 from headrace.deploy.run import options
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.run.joining import join, join_worker
@@ -79,7 +82,34 @@ def test_a_process_of_a_run_takes_the_settings_of_the_run_once(role: str, run: P
     assert joined.endpoint == AT["envs-0" if role == "env-host" else role]
     assert (joined.config.sampling.num_envs, joined.config.sampling.seed, joined.fleet_id) == (3, 7, "f")
     assert joined.config.fleet.run_dir == str(run)
-    assert read == [None, run / "config.json"]
+    assert read == [run / "config.json"]
+
+
+@pytest.mark.parametrize("role", ["worker", "broker", "learner", "env-host"])
+def test_the_start_of_a_process_resolves_its_settings_once(
+    role: str, run: Path, read: list[Path | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the command to the call of the part that gets the settings."""
+    called: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_, **__: called.append(name)
+
+    monkeypatch.setattr(roles, "part", note)
+    monkeypatch.setattr("headrace.workers.fleet.worker.run_worker", note("run_worker"))
+    monkeypatch.setattr("headrace.broker.process.run_broker", note("run_broker"))
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    asked = Asked(flags={"fleet.run_dir": str(run), "fleet.rendezvous": None}, allow=())
+    if role == "worker":
+        roles.start_worker(asked, endpoint=None, slot=None, incarnation=0)
+    elif role == "broker":
+        roles.start_broker(asked)
+    elif role == "learner":
+        roles.start_learner(asked, endpoint=None)
+    else:
+        roles.start_env_host(asked, connect=None, slot=None)
+    assert called[-1] == f"run_{role}".replace("-", "_")
+    assert read == [run / "config.json"]
 
 
 def test_a_process_that_waited_for_its_run_takes_the_settings_with_which_it_started(

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.deploy.loggers import Row, RunInfo
-from headrace.deploy.loggers.logger_thread import MOST_WAITING, LoggerThread
-from headrace.deploy.loggers.opening import open_loggers
+from headrace.deploy.loggers.logger_thread import MOST_WAITING, LoggerThread, open_loggers
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import LoggingSection
 from support.waiting import TIMEOUT_S, wait_until

@@ -9,9 +9,16 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.terminal import logs, output
-from headrace.deploy.terminal.logs import Identity, Readable, RepeatedWarnings, message_of, set_up_logging
-from headrace.deploy.terminal.output import LogFormat, Output
+from headrace.deploy.terminal import logs
+from headrace.deploy.terminal.logs import (
+    Identity,
+    LogFormat,
+    Output,
+    Readable,
+    RepeatedWarnings,
+    message_of,
+    set_up_logging,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +34,7 @@ def handlers_go_away() -> Iterator[None]:
 def test_a_json_line_has_the_fleet_role_slot_and_extra_fields(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "_chosen", Output(log_format=LogFormat.JSON))
+    monkeypatch.setattr(logs, "_chosen", Output(log_format=LogFormat.JSON))
     set_up_logging(Identity("f", "worker", 2, 5), file=tmp_path / "log")
     logging.getLogger("headrace.worker").warning("env %d failed", 3, extra={"env_index": 3, "path": tmp_path})
     line = capsys.readouterr().err
@@ -46,7 +53,7 @@ def test_a_json_line_has_the_fleet_role_slot_and_extra_fields(
 
 
 def test_an_exception_is_part_of_its_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "_chosen", Output(log_format=LogFormat.JSON))
+    monkeypatch.setattr(logs, "_chosen", Output(log_format=LogFormat.JSON))
     set_up_logging(Identity("f", "broker"))
     try:
         raise ValueError("odd")
@@ -67,7 +74,7 @@ def test_verbose_logs_more_and_quiet_logs_less_on_the_terminal(
     chosen: Output, seen: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The log file also has the lines that a quiet terminal does not show."""
-    monkeypatch.setattr(output, "_chosen", chosen)
+    monkeypatch.setattr(logs, "_chosen", chosen)
     set_up_logging(Identity("f", "broker"), file=tmp_path / "log")
     for level in (logging.DEBUG, logging.INFO, logging.WARNING):
         logging.getLogger("headrace.x").log(level, "detail")

@@ -15,7 +15,7 @@ from headrace.deploy.annexes.watch.exporter.metrics_text import exposed_name, me
 from headrace.deploy.annexes.watch.state.fleet_state import fleet_state
 from headrace.deploy.annexes.watch.state.shown_figures import TILES
 from headrace.deploy.loggers import Row, RunInfo
-from headrace.deploy.loggers.opening import open_loggers
+from headrace.deploy.loggers.logger_thread import open_loggers
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.report.run_rows import fleet_row, learner_row
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot

@@ -15,7 +15,7 @@ import torch
 from headrace.deploy.clients import http_client
 from headrace.deploy.trained.saved_policy import find_policy
 from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, save_checkpoint
-from headrace.learner_stub.reference.training_arrays import training_arrays
+from headrace.learner_stub.reference.ppo import training_arrays
 from headrace.schemas.messages.weights import CONNECTORS, join_modules
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.client import PolicyClient

@@ -21,7 +21,7 @@ from headrace.deploy.clients import http_client
 from headrace.deploy.command.cli import app
 from headrace.deploy.trained.saved_policy import find_policy
 from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, save_checkpoint
-from headrace.learner_stub.reference.training_arrays import training_arrays
+from headrace.learner_stub.reference.ppo import training_arrays
 from headrace.schemas.errors import CheckpointError, ConfigError, ExitCode, ModuleError, PortInUseError
 from headrace.schemas.errors.episodes import EpisodesClosedError
 from headrace.schemas.messages.weights import CONNECTORS, join_modules

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from headrace.deploy.annexes.watch.commands import app
 from headrace.deploy.annexes.watch.state.fleet_state import fleet_state
 from headrace.deploy.annexes.watch.state.shown_figures import PAGE_CHARTS, as_text
+from headrace.deploy.annexes.watch.top.top import head, plain, screen, sparkline
 from headrace.deploy.annexes.watch.top.top import top as show
-from headrace.deploy.annexes.watch.top.top_view import head, plain, screen, sparkline
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding
 from headrace.deploy.run.redis_view import Snapshot

@@ -20,7 +20,7 @@ import orjson
 from pydantic import BaseModel
 
 import headrace.workers.envs.remote.env_messages
-import headrace.workers.serving.serving_agents  # noqa: F401 - messages of both, and of serving_messages.py, have samples too
+import headrace.workers.serving.serving_messages  # noqa: F401 - messages of both, and of serving_messages.py, have samples too
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.basics.bounds import ChosenName, Reason, Token
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch

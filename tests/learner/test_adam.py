@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.learner_stub.reference.adam import Adam
+from headrace.learner_stub.reference.ppo import Adam
 
 pytestmark = pytest.mark.long
 
@@ -79,7 +79,7 @@ def test_a_loaded_state_lies_in_memory_as_its_parameter_does() -> None:
 def test_a_learner_starts_and_learns_without_torchs_compiler() -> None:
     script = """
 import sys, torch
-from headrace.learner_stub.reference.adam import Adam
+from headrace.learner_stub.reference.ppo import Adam
 from headrace.learner_stub.reference.training import run_learner
 net = torch.nn.Linear(2, 1)
 optimizer = Adam(net.parameters(), lr=0.1, eps=1e-5)

@@ -24,7 +24,7 @@ from headrace.learner_stub.checkpoints.checkpoint import (
     previous_path,
     save_checkpoint,
 )
-from headrace.learner_stub.reference.training_arrays import training_arrays, training_tensors
+from headrace.learner_stub.reference.ppo import training_arrays, training_tensors
 from headrace.schemas.errors import CheckpointError, DecodeError, EncodeError, FencedError, RunDirError
 from headrace.schemas.frames import safetensors
 from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from headrace.learner_stub.reference.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies, build_policies
-from headrace.learner_stub.reference.ppo import PPO
-from headrace.learner_stub.reference.training_arrays import training_arrays
+from headrace.learner_stub.reference.ppo import PPO, training_arrays
 from headrace.learner_stub.rollouts.module import TrainableModule
 from headrace.learner_stub.streaming.connector_merger import ConnectorMerger
 from headrace.schemas.chunks.batch import ChunkBatch

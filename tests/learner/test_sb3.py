@@ -26,7 +26,7 @@ from headrace.learner_stub.adapters import sb3
 from headrace.learner_stub.checkpoints.checkpoint import load_checkpoint, published_arrays
 from headrace.learner_stub.publishing.publisher import as_arrays, check_finite
 from headrace.schemas.chunks.batch import ChunkBatch
-from headrace.schemas.chunks.chunk_arrays import map_arrays
+from headrace.schemas.chunks.chunk import map_arrays
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Spaces
 from headrace.schemas.errors import ConfigError, ModuleError, NotFiniteError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.schemas.accounts.ledger import Discard, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Recorder, read_recorder
 from headrace.schemas.basics.bounds import WINDOW
-from headrace.schemas.chunks.batch import BatchHeader, read_batch_header
+from headrace.schemas.chunks.batch import MOST_ENDED, BatchHeader, ChunkBatch, read_batch_header
+from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.frames.wire import decode_header
 from headrace.schemas.messages import WorkerHello
 from headrace.workers.envs import restarts
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.fleet.window import SessionLimits, Shipment
-from support.pipeline.delivery import FLEET
+from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.sampling.module_batches import ModuleBatches
+from support.pipeline.delivery import FLEET, SPACES
 from support.pipeline.several_agents import come_and_go
 
 
@@ -116,6 +121,33 @@ def test_batches_of_a_frozen_module_stay_and_their_steps_and_returns_are_told(
         sampled_too["num_agent_steps_sampled"],
         sampled_too["num_episodes"],
     )
+
+
+def test_a_header_tells_the_newest_of_more_episodes_than_it_can_hold(tmp_path: Path) -> None:
+    """Each agent's episode is of one step. The numbers are among the longest that JSON writes."""
+    many, long_number = 60_000, (1 << 53) - 1
+    returns = -np.arange(1, many + 1) * np.pi * 1e-300
+    table = np.zeros(many, CHUNK_TABLE)
+    table["length"], table["episode_length"], table["end"] = 1, long_number, ChunkEnd.TERMINATED
+    table["episode_return"] = returns
+    columns = {"obs": np.zeros((2 * many, 1), np.float32), "actions": np.zeros(many, np.int64)}
+    columns |= {"rewards": np.zeros(many), "weights_seq": np.zeros(many, np.int64)}
+    batch = ChunkBatch(table, columns, SPACES.observation, SPACES.action, agents=("red", "blue"))
+    ended = [(earned, long_number) for earned in returns.tolist()]
+    totals = RunnerTotals(stepped=2 * many, episodes=many)
+    totals.aborted.extend(ended)
+    recorder = Recorder(tmp_path / "a.rec", 0, 1)
+    session = Watched(recorder)
+    Shipper(FLEET, session, recorder, totals, lambda: ended, frozen=("long",)).ship(
+        ModuleBatches({"long": replace(batch, modules=("long",)), "short": replace(batch, modules=("short",))})
+    )
+    recorder.close()
+    (header,) = session.headers
+    newest = ended[-MOST_ENDED:]
+    assert header.episodes == header.aborted == newest
+    assert list(zip(header.agent_returns, header.agent_lengths, strict=True)) == newest
+    assert header.frozen_agents == [("long", *agent) for agent in newest]
+    assert header.totals.episodes == many, "all of them are counted"
 
 
 def test_the_recorder_balances_after_a_kill_between_two_batches_of_a_cut(tmp_path: Path) -> None:

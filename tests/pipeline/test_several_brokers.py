@@ -129,6 +129,20 @@ def test_an_entry_that_names_the_other_broker_ends_neither_worker_nor_learner(
     wait_until(all_joined, "all to be back")
 
 
+def test_a_publisher_opened_with_the_addresses_from_before_a_move_is_the_streams_own_learner(
+    brokers: list[BrokerThread], stack: ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another learner's publisher would fence the stream."""
+    monkeypatch.setattr(fleet_place, "_LOOK_S", 0.05)
+    entries = [Entry(broker) for broker in brokers]
+    before = [f"ipc://{tmp_path}/gone-{index}" for index in range(2)]
+    stream = stack.enter_context(EpisodeStream(before, rendezvous=entries, fleet_id="pair"))
+    weights = stack.enter_context(WeightPublisher(before, rendezvous=entries, fleet_id="pair"))
+    wait_until(lambda: (weights.pump(), all(broker.joined for broker in weights._brokers))[1], "both to welcome it")
+    stream.next(0.1)
+    assert (stream.epoch, weights.epoch, weights.token) == (1, 1, stream.token)
+
+
 def test_a_version_of_the_weights_has_one_number_at_all_brokers(brokers: list[BrokerThread], stack: ExitStack) -> None:
     """Broker 0 has met a learner before, so the epochs differ."""
     EpisodeStream(learners(brokers)[0], fleet_id=FLEETS[0]).close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import zmq
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.link.broker_link import BrokerLink
 from headrace.learner_stub.streaming import broker_stream, stall_detector
+from headrace.learner_stub.streaming import stream as stream_module
 from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
 from headrace.schemas.accounts.ledger import WorkerTotals, add_up
 from headrace.schemas.chunks.batch import ChunkBatch
@@ -109,6 +110,26 @@ def test_the_iterator_settles_a_batch_when_the_next_is_asked_for(
         wait_until(lambda n=number: settled() == n, f"{number} settled batches")  # type: ignore[misc]
         if number == 2:
             break
+
+
+def test_a_batch_that_came_while_the_user_trained_is_not_held_up_until_another_comes(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker ships each batch after the commit of the one before, so no other comes."""
+    start_feeder(broker.endpoints.worker, Envs().fragments(20), window=1)
+    stream, waits, wait = open_stream(auto_commit=False), list[float](), stream_module.await_message
+
+    def noted(links: Sequence[BrokerLink], wait_s: float) -> None:
+        if stream.pending:
+            waits.append(wait_s)
+        wait(links, wait_s)
+
+    monkeypatch.setattr(stream_module, "await_message", noted)
+    for _ in range(20):
+        assert stream._brokers[0].link.socket.poll(int(TIMEOUT_S * 1000)), "it is there before it is asked for"
+        assert stream.next(TIMEOUT_S) is not None
+        stream.commit()
+    assert 0 < max(waits) <= StreamLimits().gather_s
 
 
 def test_nothing_is_settled_before_commit(

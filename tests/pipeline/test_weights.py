@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zmq
+from fuzz.lying_broker import Frames, LyingBroker
 from numpy.typing import NDArray
 
 from headrace.broker.ports.weights_relay import PULLED_S, WeightsRelay
@@ -17,9 +20,19 @@ from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import EncodeError, FencedError
 from headrace.schemas.frames.wire import MessageKind, WireMessage, decode, encode
-from headrace.schemas.messages import Reject, WeightsHeader, WeightsPart, WeightsPull, WorkerHello, read
+from headrace.schemas.messages import (
+    Ack,
+    Reject,
+    WeightsHeader,
+    WeightsPart,
+    WeightsPull,
+    WorkerHello,
+    WorkerWelcome,
+    read,
+)
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import encode_weights
+from headrace.schemas.peers.sockets import OwnSockets
 from headrace.workers.fleet.weights import BROADCAST_S, PIECES_IN_FLIGHT, PULL_RETRY_S, WeightsReceiver
 from support.pipeline.delivery import (
     FLEET,
@@ -74,6 +87,35 @@ def publish_until_it_raises(publisher: WeightPublisher) -> None:
     for value in range(200):
         publisher.publish(state(float(value)))
         publisher.pump(0.02)
+
+
+def test_a_worker_tries_each_address_of_weights_once(
+    start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It pulls weights from the broker meanwhile. The broker tells the same bad address twice, and then a good one."""
+    addresses = ["nonsense", "nonsense", "tcp://127.0.0.1:9"]
+    opened, open_socket = list[int](), OwnSockets.open
+
+    def noted(own: OwnSockets, kind: int, options: Any) -> Any:
+        opened.append(kind)
+        return open_socket(own, kind, options)
+
+    def answer(kind: MessageKind, header: Any, frames: list[bytes]) -> Iterator[Frames]:
+        if kind is MessageKind.HELLO:
+            welcome = WorkerWelcome(fleet_id=FLEET, slot=0, incarnation=1, max_batch_bytes=1 << 20)
+            yield welcome.model_copy(update={"weights_endpoint": addresses.pop(0)}).frames()
+        for _ in range(3):
+            yield Ack(slot=0, incarnation=1).frames()
+        if addresses:
+            yield Reject(code="x", detail="say HELLO again", fatal=False).frames()
+
+    monkeypatch.setattr(OwnSockets, "open", noted)
+    with LyingBroker(answer) as broker:
+        feeder = start_feeder(broker.endpoint)
+        wait_until(lambda: feeder.link._subscriber is not None, "a subscription")
+        feeder.stop()
+    assert opened == [zmq.DEALER, zmq.SUB, zmq.SUB]
+    assert len([r for r in caplog.records if "an address of weights that is none" in r.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])

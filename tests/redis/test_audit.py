@@ -281,13 +281,6 @@ def name_a_role_by_a_list(run: Run, client: Any, fleet_id: str) -> None:
     (run.path / "summary.json").write_bytes(orjson.dumps({"processes": [{"role": ["broker"], "state": "failed"}]}))
 
 
-def come_from_an_earlier_version(run: Run, client: Any, fleet_id: str) -> None:
-    """It kept no sum of ended lives, and said nothing of one."""
-    lose_the_witness(run, client, fleet_id)
-    path = run.path / "books.json"
-    path.write_bytes(orjson.dumps({k: v for k, v in orjson.loads(path.read_bytes()).items() if k != "has_witness"}))
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("damage", "words"),
@@ -297,7 +290,6 @@ def come_from_an_earlier_version(run: Run, client: Any, fleet_id: str) -> None:
         (link_the_witness_to_nothing, "lifetime.json is missing, or has no sum of ended lives"),
         (take_the_sum_from_the_witness, "lifetime.json is missing, or has no sum of ended lives"),
         (put_a_pipe_in_its_place, "lifetime.json is damaged ([Errno 22] lifetime.json is no regular file)"),
-        (come_from_an_earlier_version, ""),
         (name_a_role_by_a_list, ""),
         (cut_the_checkpoint_short, "learner.checkpoint cannot be read (it ends within its header, after 100 bytes)"),
         (change_a_byte_of_the_checkpoint, "learner.checkpoint cannot be read (its bytes do not match their checksum)"),

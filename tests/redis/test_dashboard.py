@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from headrace.broker.reports.report import MergeScript, Part, Report
-from headrace.deploy.annexes.watch.page.app import ASSETS, SCRIPTS, states_of
-from headrace.deploy.annexes.watch.page.hub import Hub
+from headrace.deploy.annexes.watch.page.app import ASSETS, SCRIPTS, Hub, states_of
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.errors import ExitCode

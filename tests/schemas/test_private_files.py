@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.deploy.run.key_pairs import make_keys
-from headrace.schemas.basics.private_files import mode_for_others
+from headrace.schemas.basics.run_files import mode_for_others
 from headrace.schemas.credentials.key_files import read_key_file
 from headrace.schemas.credentials.keys import client_keys
 from headrace.schemas.errors import KeysError

@@ -162,19 +162,6 @@ def test_each_counter_has_a_word_of_its_own() -> None:
     assert {name: row.word for name, row in COUNTERS.items()}.items() >= in_old_files.items()
 
 
-def test_a_recorder_of_the_previous_layout_is_read_without_env_steps(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "a.rec", slot=1, incarnation=2)
-    recorder.totals(WorkerTotals(stepped=100, open=100, env_steps=50))
-    recorder.close()
-    content = bytearray((tmp_path / "a.rec").read_bytes())
-    assert content[8:16] == (2).to_bytes(8, "little")
-    content[8:16] = (1).to_bytes(8, "little")
-    (tmp_path / "a.rec").write_bytes(content)
-    reading = read_recorder(tmp_path / "a.rec")
-    assert reading is not None
-    assert (reading.totals.stepped, reading.totals.env_steps, reading.totals.steps_of_envs) == (100, None, 100)
-
-
 def test_reasons_of_a_newer_peer_are_counted_as_other(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "a.rec", slot=0, incarnation=1)
     recorder.settled(Settled(seq=2, dropped={"new_a": (3, 1), "new_b": (4, 1), "stale": (1, 1), "other": (9, 2)}), 2)

@@ -19,9 +19,9 @@ from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEn
 from headrace.workers.serving.acting import ActingClient
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.logged_returns import LoggedReturns, LoggedReturnsByAgent
-from headrace.workers.serving.multi_agent_codec import MultiAgentCodec
+from headrace.workers.serving.episode_codec import MultiAgentCodec
 from headrace.workers.serving.served_env import ServedEnvs
-from headrace.workers.serving.serving_agents import AgentsStep, served_spaces_from_json
+from headrace.workers.serving.serving_messages import AgentsStep, served_spaces_from_json
 from support.refusals import refused
 from support.serving.served import Served
 from support.serving.served_agents import ByHttp, ByZmq, rule, served_agents

@@ -26,8 +26,7 @@ from headrace.schemas.frames.wire import decode
 from headrace.schemas.peers.sockets import OwnSockets
 from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.serving.client import PolicyClient
-from headrace.workers.serving.client.connection import Connection, request_of
-from headrace.workers.serving.client.server_place import ServerPlace
+from headrace.workers.serving.client.connection import Connection, ServerPlace, request_of
 from headrace.workers.serving.serving_messages import ClientHeartbeat
 from headrace.workers.serving.session_records import ServingLimits
 from headrace.workers.serving.single_frame import split_frame

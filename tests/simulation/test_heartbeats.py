@@ -73,6 +73,9 @@ def test_steps_without_a_batch_go_with_a_heartbeat_at_once_near_the_fleets_bound
     (beat,) = said(0.1)
     assert isinstance(beat, Heartbeat)
     assert beat.totals.stepped == 5
+    assert not session.may_step(), "the broker has not counted them"
+    assert said(0.1) == [], "one heartbeat tells them"
+    session.receive(Ack(slot=0, incarnation=1, steps_share=7), 0.1)
     assert session.may_step()
     for seq in (1, 2):
         totals = WorkerTotals(seq=seq, stepped=5 + seq, discarded={"frozen": 5}, shipped=seq, shipped_chunks=seq)
@@ -85,6 +88,7 @@ def test_steps_without_a_batch_go_with_a_heartbeat_at_once_near_the_fleets_bound
     assert not session.may_step()
     session.receive(Ack(slot=0, incarnation=1, accepted=2, steps_share=6), 3.1)
     assert len(said(3.1)) == 1
+    session.receive(Ack(slot=0, incarnation=1, accepted=2, steps_share=3), 3.1)
     assert session.may_step()
     session.totals = totals.model_copy(update={"stepped": 12, "discarded": {"frozen": 10}})
     session.connected(3.2, again=True)

@@ -121,8 +121,10 @@ class TlsFront:
 
     def _serve(self, near: socket.socket) -> None:
         """One thread reads both sides: two may not use one TLS connection at a time."""
-        with near, contextlib.suppress(OSError), self._context.wrap_socket(near, server_side=True) as secured:
-            self._sockets.append(secured)
+        secured = self._context.wrap_socket(near, server_side=True, do_handshake_on_connect=False)
+        self._sockets.append(secured)  # `near` is detached. redis 5 may keep a client that never begins a handshake.
+        with secured, contextlib.suppress(OSError):
+            secured.do_handshake()
             with socket.create_connection(("127.0.0.1", self._target)) as far:
                 while True:
                     ready = [secured] if secured.pending() else select.select([secured, far], [], [])[0]

@@ -11,10 +11,10 @@ import pytest
 from headrace.schemas.accounts.recorder import Recorder, read_recorder
 from headrace.schemas.accounts.recorder_file import WatchedCall, read_call, read_pulse, seconds_of_silence
 from headrace.schemas.accounts.user_calls import UserCall
-from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.sampling_settings import SamplingSettings
 from headrace.workers.fleet.call_watch import CallWatch
 
-CONFIG = FleetConfig.model_validate({"sampling": {"env_step_timeout_s": 60.0, "env_reset_timeout_s": 300.0}})
+LIMITS_S = SamplingSettings(env_step_timeout_s=60.0, env_reset_timeout_s=300.0).call_limits()
 
 
 class Watched:
@@ -26,7 +26,7 @@ class Watched:
         self.recorder = Recorder(path, 0, 1)
         self.kept: list[tuple[float | None, str]] = []
         self.watch = CallWatch(
-            CONFIG, self.recorder, lambda *kept: self.kept.append(kept), lambda: self.now, starts=False
+            LIMITS_S, self.recorder, lambda *kept: self.kept.append(kept), lambda: self.now, starts=False
         )
 
     def at(self, now: float) -> WatchedCall:

@@ -17,7 +17,7 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.connectors import FrameStack, MeanStd
 from headrace.workers.envs.spaces import convert
 from headrace.workers.modules import actor_critic
-from headrace.workers.modules.choice_act import ChoiceAct
+from headrace.workers.modules.split_acts import ChoiceAct
 from support.envs.toy import Faulty, Walk, runner
 from support.runners.plain_twin import Edit, act_plainly, sampled, swap_in_the_midst
 

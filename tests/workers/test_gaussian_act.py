@@ -21,7 +21,7 @@ from headrace.workers.connectors import FrameStack, MeanStd
 from headrace.workers.envs.bounds import ActionBounds
 from headrace.workers.envs.spaces import convert
 from headrace.workers.modules import actor_critic
-from headrace.workers.modules.gaussian_act import GaussianAct
+from headrace.workers.modules.split_acts import GaussianAct
 from support.envs.toy import runner
 from support.envs.walks import numbers_of
 from support.runners.plain_twin import Edit, sampled, swap_in_the_midst

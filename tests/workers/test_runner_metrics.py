@@ -226,8 +226,7 @@ def test_merging_does_not_depend_on_the_grouping(groups: list[list[float]], rand
 
 
 def test_a_report_counts_steps_and_returns_by_agent_and_module() -> None:
-    with runner() as sampler:
-        metrics = RunnerMetrics(sampler.config, RunnerTotals())
+    metrics = RunnerMetrics(100, RunnerTotals())
     metrics.count_steps({"a": 3, "b": 5}, {"shared": 8}, {"a": 4, "b": 5})
     metrics.add_episode(4.0, 5, 0.1, {"a": (1.0, 3), "b": (3.0, 5)}, {"shared": 4.0})
     metrics.add_episode(6.0, 3, 0.1, {"a": (6.0, 3)}, {"shared": 6.0})

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.schemas.errors import ModuleError, StateError
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
-from headrace.workers.runner.state_components import Selection
+from headrace.workers.runner.policy_names import Selection
 from support.envs.counting import NestedCounting
 from support.envs.toy import Counting, Walk, runner
 from support.envs.toy_agents import Together, multi_runner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import onnxruntime
 import pytest
 import torch
 from golden_envs import Choices, Nested, Picture, Push, Walk
+from torch.torch_version import TorchVersion
 
 from headrace.schemas.chunks.spaces import Spaces, leaves
 from headrace.schemas.errors import ModuleError, PolicyCallError
@@ -31,6 +33,11 @@ from headrace.workers.envs.spaces import convert
 from headrace.workers.trained.trained_policy import TrainedPolicy
 from support.raw_zmtp import memory_of
 from support.runners.recurrent import LSTM, REMEMBERING
+
+OLD_TORCH = torch.__version__ < "2.10"  # as versions, which torch compares
+"""It writes .pt2 and .onnx of few modules."""
+WRITES_ONNX = pytest.mark.skipif(OLD_TORCH, reason="torch before 2.10 writes .onnx of no module here")
+NEEDS_SB3 = pytest.mark.skipif(find_spec("stable_baselines3") is None, reason="Stable-Baselines3 is not installed")
 
 AGENT, FLAT = (f"headrace.workers.connectors:{name}" for name in ("AgentOneHot", "FlattenObservations"))
 PIPELINES = ("env_to_module", "module_to_env")
@@ -256,7 +263,12 @@ def test_an_exported_file_gives_the_same_actions(kind: str, suffix: str, tmp_pat
     config, runner = trained(env, **settings)
     with runner:
         policy = policy_of(config, runner)
-    path = policy.export(tmp_path / f"policy{suffix}")
+    path = tmp_path / f"policy{suffix}"
+    if OLD_TORCH and suffix != ".pt":
+        with pytest.raises(ModuleError, match=refusal_of(suffix)):
+            policy.export(path)
+        return
+    assert policy.export(path) == path
     assert list(tmp_path.iterdir()) == [path]
     (spaces,) = policy.spaces.values()
     for count in (1, 5):
@@ -265,6 +277,11 @@ def test_an_exported_file_gives_the_same_actions(kind: str, suffix: str, tmp_pat
         for seen, due in zip(run(path, inputs), flat(policy.act(batch)), strict=True):
             assert seen.dtype == due.dtype
             assert equal(seen, due)
+
+
+def refusal_of(suffix: str, version: str = torch.__version__) -> str:
+    """Return what an export says of an old torch, as a pattern."""
+    return rf"torch {re.escape(version)} cannot write \{suffix} files of most modules; use torch 2\.10"
 
 
 def flat(batch: Any) -> list[Any]:
@@ -281,7 +298,8 @@ def run(path: Path, inputs: dict[str, Any]) -> list[Any]:
         return list(session.run(None, {given.name: inputs[given.name] for given in session.get_inputs()}))
     load: Any = torch.jit.load if path.suffix == ".pt" else lambda file: torch.export.load(file).module()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit.load says that torch.export is newer
+        for category in (DeprecationWarning, FutureWarning):  # torch.jit.load says that torch.export is newer
+            warnings.simplefilter("ignore", category)
         loaded = load(path)
     made = loaded(*map(torch.from_numpy, inputs.values()))
     return [part.numpy() for part in (made if isinstance(made, tuple) else (made,))]
@@ -316,7 +334,12 @@ class OfOneSize(ThroughNumpy):
     [
         (REMEMBERING, ".pt", "LstmActorCritic remembers earlier observations"),
         ({"env_to_module": [FrameStack]}, ".onnx", "connector FrameStack looks at earlier steps"),
-        ({"module": ThroughNumpy}, ".pt2", "ThroughNumpy does not consist of torch operations alone"),
+        pytest.param(
+            {"module": ThroughNumpy},
+            ".pt2",
+            "ThroughNumpy does not consist of torch operations alone",
+            marks=pytest.mark.skipif(OLD_TORCH, reason="an old torch writes operations of numpy too"),
+        ),
         ({"module": OfOneSize}, ".pt", "other actions than the policy itself for a batch of 7 rows"),
         ({}, ".h5", "name a file that ends with .pt, .pt2, .onnx"),
     ],
@@ -381,13 +404,23 @@ def test_a_refused_export_tells_cause_and_remedy_and_prints_no_graph(
     with runner:
         policy = policy_of(config, runner)
     capfd.readouterr()
-    with pytest.raises(ModuleError, match=why):
+    with pytest.raises(ModuleError, match=refusal_of(suffix) if OLD_TORCH and suffix != ".pt" else why):
         policy.export(tmp_path / f"policy{suffix}")
     assert capfd.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".onnx"])
+@pytest.mark.parametrize("suffix", [".pt2", ".onnx"])
+def test_an_old_torch_that_fails_at_an_export_is_named_in_the_place_of_the_module(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_of(*trained(Walk, module=ByValues))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1"))
+    with pytest.raises(ModuleError, match=rf"{refusal_of(suffix, '2.9.1')} or newer, or export to \.pt \(\w+: "):
+        policy.export(tmp_path / f"policy{suffix}")
+
+
+@pytest.mark.parametrize("suffix", [".pt", pytest.param(".onnx", marks=WRITES_ONNX)])
 def test_an_export_tells_inputs_and_outputs_in_their_order_and_how_it_was_tried(suffix: str, tmp_path: Path) -> None:
     config, runner = trained(Nested)
     with runner:
@@ -409,6 +442,7 @@ def test_an_export_tells_inputs_and_outputs_in_their_order_and_how_it_was_tried(
         assert re.match(r"ONNX of opset \d+, tried by onnxruntime ", said[0])
 
 
+@WRITES_ONNX
 def test_an_onnx_file_that_this_onnxruntime_cannot_read_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,8 +501,18 @@ def test_an_observation_that_its_dtype_would_change_is_refused(space: Any, obser
         ("actor_critic", {"hidden": [10**14]}, "could not be built .RuntimeError"),
         ("actor_critic", {"hidden": [30_000, 30_000]}, "a version of weights has 4,096 of 256 MiB at most"),
         ("lstm_actor_critic", {"cell_size": 20_000}, "'weight_ih_l0'|'weight_hh_l0'"),
-        ("sb3:build", {"policy_kwargs": {"net_arch": {"pi": [1] * 1_000_000}}}, "4,097 arrays of 0 MiB"),
-        ("sb3:build", {"policy_kwargs": {"net_arch": {"vf": [10**8]}}}, r"'weight' \[100000000, 4\] of a Linear"),
+        pytest.param(
+            "sb3:build",
+            {"policy_kwargs": {"net_arch": {"pi": [1] * 1_000_000}}},
+            "4,097 arrays of 0 MiB",
+            marks=NEEDS_SB3,
+        ),
+        pytest.param(
+            "sb3:build",
+            {"policy_kwargs": {"net_arch": {"vf": [10**8]}}},
+            r"'weight' \[100000000, 4\] of a Linear",
+            marks=NEEDS_SB3,
+        ),
     ],
     ids=["many", "wide", "wider", "squares", "cells", "many_sb3", "wide_sb3"],
 )

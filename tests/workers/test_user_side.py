@@ -21,7 +21,7 @@ from headrace.schemas.basics.stop_event import stop_event
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.fleet import user_side
 from headrace.workers.fleet.user_side import envs_apart
-from headrace.workers.runner.any_runner import open_runner
+from headrace.workers.runner.single_agent_env_runner import open_runner
 from support.envs.toy import Walk
 
 _C = ctypes.CDLL(None)

@@ -16,7 +16,7 @@ from headrace.workers.agents.env import AgentDict, build_multi_agent_env, gym_sp
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.agents.lane_report import read_reset
 from headrace.workers.agents.seating import Seating
-from headrace.workers.agents.source import AgentSource, Gathered, LaneAnswer
+from headrace.workers.agents.vector import AgentSource, Gathered, LaneAnswer
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.checks import own_info
 from headrace.workers.envs.context import EnvContext

@@ -13,8 +13,7 @@ from headrace.workers.agents.inline import InlineAgents
 from headrace.workers.agents.packed import PackedAgents
 from headrace.workers.agents.seat_steps import SeatSteps
 from headrace.workers.agents.seating import Seating
-from headrace.workers.agents.source import AgentSource
-from headrace.workers.agents.vector import MultiAgentVector
+from headrace.workers.agents.vector import AgentSource, MultiAgentVector
 from headrace.workers.envs.driver import own_driver
 from headrace.workers.policy.policies import Policies
 from headrace.workers.runner.env_runner import EnvRunner

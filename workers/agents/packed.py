@@ -14,7 +14,7 @@ from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import MultiAgentEpisode
 from headrace.workers.agents.packing import Packing
 from headrace.workers.agents.seating import Seating
-from headrace.workers.agents.source import Gathered, LaneAnswer
+from headrace.workers.agents.vector import Gathered, LaneAnswer
 from headrace.workers.envs.backend import EnvBackend, EnvPlaceholder
 from headrace.workers.envs.driver import Pace
 from headrace.workers.envs.lane import Lane

@@ -36,7 +36,7 @@ class LaneTable:
             Lane(
                 i,
                 EnvSeeds(stream, config.max_env_seed, every_episode=config.seed_every_episode),
-                RestartBudget(config, i),
+                RestartBudget(config.env_restart_attempts, config.max_env_seed, i),
             )
             for i, stream in enumerate(seeds.resets)
         ]

@@ -178,7 +178,7 @@ def _is_mended_at_once(
                 raise
             lane.budget.change_host()
             return True
-    attempt, attempts = lane.budget.in_a_row, table.config.env_restart_attempts
-    failure.report(wait, attempt, attempts, with_traceback=lane.failures == 1)
+    attempt = lane.budget.in_a_row
+    failure.report(wait, attempt, lane.budget.attempts, with_traceback=lane.failures == 1)
     lane.due_at = now + wait
     return wait <= 0 and attempt <= 1

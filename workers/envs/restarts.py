@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 from headrace.schemas.errors import EnvRestartBudgetError, words_of
 from headrace.workers.envs.error_text import seed_hint
-
-if TYPE_CHECKING:  # as in `creators`
-    from headrace.workers.config import EnvRunnerConfig
 
 BACKOFF_S = 0.05
 """Seconds before the second rebuild in a row. The wait doubles with each further one."""
@@ -23,9 +19,9 @@ PER_WINDOW = 75
 class RestartBudget:
     """Counts the failures of one env. The first after a delivery has no wait; the waits after it double."""
 
-    def __init__(self, config: EnvRunnerConfig, env_index: int) -> None:
-        self._config = config
-        self._env_index = env_index
+    def __init__(self, attempts: int, max_env_seed: int, env_index: int) -> None:
+        self.attempts = attempts
+        self._max_env_seed, self._env_index = max_env_seed, env_index
         self._recent: deque[float] = deque()
         self.in_a_row = 0
 
@@ -42,14 +38,13 @@ class RestartBudget:
 
         Raises `EnvRestartBudgetError` if it was one too many.
         """
-        attempts = self._config.env_restart_attempts
         self._recent.append(now)
         while self._recent[0] <= now - _WINDOW_S:
             self._recent.popleft()
         self.in_a_row += 1
-        if self.in_a_row > attempts:
+        if self.in_a_row > self.attempts:
             raise self._exhausted(error, self.in_a_row, now, hint) from error
-        if len(self._recent) > PER_WINDOW * attempts:
+        if len(self._recent) > PER_WINDOW * self.attempts:
             raise self._exhausted(error, len(self._recent), now, hint) from error
         if self.in_a_row == 1:
             return 0.0
@@ -58,6 +53,6 @@ class RestartBudget:
     def _exhausted(self, error: BaseException, failures: int, now: float, hint: str) -> EnvRestartBudgetError:
         first = self._recent[-min(failures, len(self._recent))]
         last = words_of(error)
-        last += seed_hint(last, self._config.max_env_seed)
+        last += seed_hint(last, self._max_env_seed)
         window_s = round(max(now - first, 0.001), 3)
         return EnvRestartBudgetError(self._env_index, failures, window_s, last, hint or "repair the env")

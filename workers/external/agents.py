@@ -10,13 +10,13 @@ from headrace.workers.agents.acting_seats import ActingSeats
 from headrace.workers.agents.env import AgentDict, gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.agents.seating import Seating
-from headrace.workers.agents.source import Gathered, LaneAnswer
+from headrace.workers.agents.vector import Gathered, LaneAnswer
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.external.agent_episodes import AgentsCall, ExternalAgentEpisodes
-from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.calls import Answer, Call, Row
+from headrace.workers.external.env import ExternalMultiAgentEnv
 from headrace.workers.external.lanes import ExternalLanes, keep
 
 

@@ -6,8 +6,7 @@ import gymnasium as gym
 
 from headrace.workers.agents.examples import TwoCarts
 from headrace.workers.envs.context import EnvContext
-from headrace.workers.external.agents_env import ExternalMultiAgentEnv
-from headrace.workers.external.env import ExternalEnv
+from headrace.workers.external.env import ExternalEnv, ExternalMultiAgentEnv
 
 
 class CartPoles(ExternalEnv):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.accounts.user_calls import SETTINGS, UserCall
 from headrace.schemas.basics.bounds import MOST_SILENCE_S
-from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class CallWatch:
 
     def __init__(
         self,
-        config: FleetConfig,
+        limits_s: Mapping[UserCall, float],
         recorder: Recorder,
         keep_alive: Callable[[float | None, str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -47,7 +46,7 @@ class CallWatch:
         self._since = 0.0
         self._say_after_s = _SAY_AFTER_S
         self._was_overdue = False
-        for kind, limit_s in (_LIMITS_S | config.sampling.call_limits()).items():
+        for kind, limit_s in {**_LIMITS_S, **limits_s}.items():
             recorder.limit(kind, limit_s)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="call-watch", daemon=True)

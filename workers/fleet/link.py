@@ -64,6 +64,8 @@ class FleetLink:
         self._monitor: zmq.Socket[bytes] = self._own.monitor(self._dealer, CLIENT_EVENTS)
         self._dealer.connect(self.endpoint)
         self._subscriber: zmq.Socket[bytes] | None = None
+        self._refused: str | None = None
+        """The newest address of weights that the broker told, and that is none."""
         self._poller = zmq.Poller()
         self._poller.register(self._dealer, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -189,7 +191,7 @@ class FleetLink:
         self.session.receive(told, now)
         self.weights.hear_of(self.session.weights_known, now)
         welcome = self.session.welcome
-        if self._subscriber is None and welcome is not None and self.session.state is not SessionState.JOINING:
+        if welcome is told and self._subscriber is None and welcome.weights_endpoint != self._refused:
             self._subscribe(welcome)
 
     def _subscribe(self, welcome: WorkerWelcome) -> None:
@@ -205,6 +207,7 @@ class FleetLink:
             subscriber.connect(endpoint)
         except zmq.ZMQError as error:
             subscriber.close()
+            self._refused = welcome.weights_endpoint
             self._warnings.warn(b"", "weights", f"the broker tells an address of weights that is none: {error}")
             return
         self._subscriber = subscriber

@@ -6,7 +6,8 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,6 @@ log = logging.getLogger(__name__)
 
 BUILD_SILENCE_S = 300.0
 """Seconds that a worker may be silent while it builds its envs."""
-
-
-class _Lending:
-    """The block of `Membership.lent`. A function with `contextmanager` would take three times as long."""
-
-    __slots__ = ("_lend",)
-
-    def __init__(self, lend: Callable[[bool], None]) -> None:
-        self._lend = lend
-
-    def __enter__(self) -> None:
-        self._lend(True)
-
-    def __exit__(self, *_: object) -> None:
-        self._lend(False)
 
 
 class Membership:
@@ -104,7 +90,7 @@ class Membership:
         self._is_lent = False
         self._error: HeadraceError | None = None
         """Error of a pump that was not the sampling thread's."""
-        self._watch = CallWatch(config, self.recorder, self._keep_alive)
+        self._watch = CallWatch(config.sampling.call_limits(), self.recorder, self._keep_alive)
         self.expect_silence()
         log.info("joined fleet %s as slot %d incarnation %d", fleet_id, self.slot, self.incarnation)
 
@@ -121,12 +107,17 @@ class Membership:
         self.recorder.touch()
         self.link.join(self._connect_timeout_s, self._stopping)
 
-    def lent(self) -> _Lending:
+    @contextmanager
+    def lent(self) -> Iterator[None]:
         """Let heartbeats go on in the block, however long the user's code in it takes.
 
         In the block only the holder of `lock` may use the link and the session.
         """
-        return _Lending(self._lend)
+        self._lend(True)
+        try:
+            yield
+        finally:
+            self._lend(False)
 
     def _lend(self, is_lent: bool) -> None:
         with self.lock:

@@ -106,6 +106,8 @@ class WorkerSession:
         """A version, and the steps that were shipped with it."""
         self._steps_told = 0
         """Env steps of this worker in the newest batch or heartbeat."""
+        self._steps_counted = 0
+        """Env steps of this worker that the broker has counted, as far as its Acks tell."""
         self._sent = 0
         self._credit = 0
         self._rejected: dict[int, int] = {}
@@ -141,26 +143,25 @@ class WorkerSession:
     def may_step(self) -> bool:
         """Return whether the fleet's bound of env steps lets this worker begin another fragment.
 
-        Near the bound the broker must first have counted all steps of this worker. So the fleet stops within one
-        fragment of each worker: no worker begins one on an old count. "Near" is less than what all windows hold,
-        because a worker may fill its window before it hears that the bound is near. A broker that has just restarted
-        may know of fewer steps than were taken, and lets the fleet take some more. Steps that are in no batch, such as
-        those of frozen modules, go with a heartbeat; an Ack that crosses it lets the worker begin one fragment more.
+        Near the bound an Ack must first have shown that the broker has counted all steps of this worker. So the fleet
+        stops within one fragment of each worker: no worker begins one on an old count. "Near" is less than what all
+        windows hold, because a worker may fill its window before it hears that the bound is near. A broker that has
+        just restarted may know of fewer steps than were taken, and lets the fleet take some more. Steps that are in no
+        batch, such as those of frozen modules, go with a heartbeat; an Ack that crosses it lets the worker begin one
+        fragment more.
         """
-        if self.is_synchronous:
-            return True  # the broker plans no round beyond the bound
-        if not self._is_near_bound():
-            return True
-        return self.steps_share != 0 and not self.unaccepted() and not self._untold_steps()
+        if self.is_synchronous or not self._is_near_bound():
+            return True  # in synchronous sampling the broker plans no round beyond the bound
+        return self.steps_share != 0 and not self.unaccepted() and not self._uncounted_steps()
 
     def _is_near_bound(self) -> bool:
         share, window = self.steps_share, self.limits.window_env_steps
         if share is None or window is None:
             return share is not None
-        return share - self._untold_steps() <= window + self._window.learner_steps
+        return share - self._uncounted_steps() <= window + self._window.learner_steps
 
-    def _untold_steps(self) -> int:
-        return self.totals.steps_of_envs - self._steps_told
+    def _uncounted_steps(self) -> int:
+        return self.totals.steps_of_envs - self._steps_counted
 
     def submit(self, shipment: Shipment) -> None:
         """Take a batch for delivery. Its number must be `next_seq`."""
@@ -248,7 +249,7 @@ class WorkerSession:
         elif now - self._progress_at > 2 * self.limits.retry_s and self._heard > self._progress_at:
             self._sent = self.accepted
             self._progress_at = now
-        is_late = self._is_near_bound() and self._untold_steps() and not self.unaccepted()
+        is_late = self._is_near_bound() and self.totals.steps_of_envs > self._steps_told and not self.unaccepted()
         if now >= self._next_send or (is_late and self.state is SessionState.ACTIVE):
             self._speak(now)
 
@@ -364,6 +365,9 @@ class WorkerSession:
         accepted = max(ack.accepted, ack.settled.seq)
         if accepted > self.accepted:
             self.accepted, self._progress_at = accepted, now
+            self._steps_counted = self._window[accepted].totals.steps_of_envs
+        if not self.unaccepted():
+            self._steps_counted = self._steps_told
         self._sent = max(self._sent, self.accepted)
         self._settle(ack.settled)
         for reason, seqs in ack.dropped.items():

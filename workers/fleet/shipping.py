@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.schemas.accounts.ledger import COUNTERS, Count, Discard, Drop, HeldBatch, WorkerTotals, plus, total_of
 from headrace.schemas.accounts.recorder import Recorder
-from headrace.schemas.chunks.batch import MOST_ABORTED, BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunks.batch import MOST_ENDED, BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.chunk import DEFAULT_AGENT, ChunkEnd
 from headrace.schemas.errors import InfosTooLargeError
 from headrace.workers.fleet.session import WorkerSession
@@ -31,15 +31,12 @@ _COUNTED = [one.name for one in fields(RunnerTotals) if one.name in COUNTERS]
 """Counters that the runner counts. The shipper counts the others."""
 _counts_of = attrgetter(*_COUNTED)
 
-Episodes = list[tuple[float, int]]
-"""(return, env steps) of finished episodes."""
-
 
 class Shipper:
     """The counts of one incarnation. Each total is written to the recorder before a message carries it.
 
     - runner: the runner's own totals.
-    - take_episodes: returns the episodes that ended since its last call.
+    - take_episodes: returns (return, env steps) of the episodes that ended since its last call.
     - is_compressed: returns whether to compress the next batch.
     - frozen: modules whose batches are counted and not sent.
     """
@@ -50,7 +47,7 @@ class Shipper:
         session: WorkerSession,
         recorder: Recorder,
         runner: RunnerTotals,
-        take_episodes: Callable[[], Episodes],
+        take_episodes: Callable[[], list[tuple[float, int]]],
         is_compressed: Callable[[], bool] = lambda: False,
         frozen: Container[str] = (),
     ) -> None:
@@ -68,16 +65,17 @@ class Shipper:
         self._by_module: dict[str, int] = {}
         self._dropped: dict[str, Count] = {}
         self._oversize = 0
-        self._episodes: Episodes = []
-        """Episodes that have ended and are in no batch yet."""
-        self._aborted: Episodes = []
+        self._episodes: deque[tuple[float, int]] = deque(maxlen=MOST_ENDED)
+        """The newest episodes that have ended and are in no batch yet."""
+        self._aborted: deque[tuple[float, int]] = deque(maxlen=MOST_ENDED)
         """The same for those that were given up before their end."""
-        self._frozen_agents: deque[tuple[str, float, int]] = deque(maxlen=MOST_ABORTED)
+        self._frozen_agents: deque[tuple[str, float, int]] = deque(maxlen=MOST_ENDED)
         """(module, return, agent steps) of agents of frozen modules that have ended and are in no batch yet."""
 
     def ship(self, cut: Cut) -> None:
         """Hand all batches of a cut to the session. The first that is sent carries the episodes that ended in it.
 
+        A header tells (return, length) of the newest `MOST_ENDED` episodes only; the totals in it count all of them.
         A batch without chunks is not sent; a cut without chunks only records the totals. Raises `EncodeError` for a
         batch that must not go on the wire. A chunk whose infos alone exceed a message is dropped instead, and counted
         as OVERSIZE.
@@ -133,11 +131,9 @@ class Shipper:
         totals = self._totals(seq, shipped, by_module, unsent)
         shipment = self._shipment(batch, held, totals)
         self._shipped, self._by_module = shipped, by_module
-        if shipment.frames is None:
-            del self._episodes[:-MOST_ABORTED]  # the header is lost; that of the next batch tells them
-        else:
-            self._episodes, self._aborted = [], []
-            self._frozen_agents.clear()
+        if shipment.frames is not None:  # else the header is lost; that of the next batch tells them
+            for told in (self._episodes, self._aborted, self._frozen_agents):
+                told.clear()
         self._recorder.totals(totals, held)
         self._session.submit(shipment)
 
@@ -174,7 +170,7 @@ class Shipper:
 
     def _header(self, batch: ChunkBatch, seq: int, totals: WorkerTotals) -> BatchHeader:
         self._episodes += self._take_episodes()
-        self._aborted = [*self._aborted, *self._runner.aborted][-MOST_ABORTED:]
+        self._aborted += self._runner.aborted
         self._runner.aborted.clear()
         agents = _ended_agents(batch)
         return BatchHeader(
@@ -190,10 +186,10 @@ class Shipper:
             agents=list(batch.agents),
             modules=list(batch.modules),
             reasons=list(batch.reasons),
-            episodes=self._episodes,
+            episodes=list(self._episodes),
             agent_returns=[earned for earned, _ in agents],
             agent_lengths=[length for _, length in agents],
-            aborted=self._aborted,
+            aborted=list(self._aborted),
             frozen_agents=list(self._frozen_agents),
             totals=totals,
         )
@@ -215,10 +211,10 @@ class Shipper:
         )
 
 
-def _ended_agents(batch: ChunkBatch) -> Episodes:
-    """Return (return, agent steps) of agents whose episodes end in `batch`; none for an env of one agent."""
+def _ended_agents(batch: ChunkBatch) -> list[tuple[float, int]]:
+    """Return (return, agent steps) of the newest agents whose episodes end in `batch`; none for an env of one agent."""
     if list(batch.agents) == [DEFAULT_AGENT]:
         return []
     ended = batch.table[np.isin(batch.table["end"], (ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED))]
-    ended = ended[np.isfinite(ended["episode_return"])]
+    ended = ended[np.isfinite(ended["episode_return"])][-MOST_ENDED:]
     return list(zip(ended["episode_return"].tolist(), ended["episode_length"].tolist(), strict=True))

@@ -33,7 +33,7 @@ from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig
 from headrace.workers.annex_parts import part
-from headrace.workers.config import EnvRunnerConfig, runner_config
+from headrace.workers.config import runner_config
 from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
@@ -42,8 +42,8 @@ from headrace.workers.fleet.user_side import UserSide, envs_apart
 from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.metrics.timers import OTHER, SERIALISE, WAIT
 from headrace.workers.policy.policies import PolicyMappingError
-from headrace.workers.runner.any_runner import open_runner
 from headrace.workers.runner.env_runner import EnvRunner
+from headrace.workers.runner.single_agent_env_runner import open_runner
 from headrace.workers.sampling.module_batches import Cut
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def build_runner(
         membership.session.read_figures = lambda: {"env_hosts": (0, 1)}  # until the runner reports its own figures
     with membership.lent():
         runner: EnvRunner[Any] = open_runner(
-            config_of_runner(config),
+            part("served_config")(config) if config.serving.enabled else runner_config(config),
             membership.slot,
             incarnation=membership.incarnation,
             run_uid=membership.fleet_id,
@@ -150,14 +150,6 @@ def build_runner(
         served: Any = runner.config.env
         membership.session.ports = Ports(**advertised(served.ports(), host))
     return runner
-
-
-def config_of_runner(config: FleetConfig) -> EnvRunnerConfig:
-    """Return the runner's settings in a fleet's, with a policy server as its env where the fleet serves clients."""
-    if not config.serving.enabled:
-        return runner_config(config)
-    served: EnvRunnerConfig = part("served_config")(config)
-    return served
 
 
 def host_of_ports(config: FleetConfig) -> str:
@@ -290,8 +282,6 @@ class Worker:
 
         In synchronous sampling wait for the next round too. Wait also while the fleet may take no more steps.
         """
-        if not self.session.is_synchronous and self._may_begin():
-            return True
         if self.session.is_synchronous and not self._in_round():
             self._block("round")
             self._wait("the next round of synchronous sampling", self._in_round, stopping)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import StateError
-from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.metrics.logger import FigureWindow, MetricsLogger, Path, build_report
 from headrace.workers.metrics.timers import TIMERS
 from headrace.workers.metrics.totals import REPORTED, RunnerTotals
@@ -27,12 +25,12 @@ class RunnerMetrics:
     """Steps and episodes as they are delivered. The totals count the lost steps, by reason.
 
     An episode counts when its last chunk is delivered, with the sums of all its chunks. Figures of episodes are over
-    the newest `metrics_num_episodes_for_smoothing`, divided among the runners of the fleet.
+    the newest `window` of them.
     """
 
-    def __init__(self, config: EnvRunnerConfig, totals: RunnerTotals) -> None:
+    def __init__(self, window: int, totals: RunnerTotals) -> None:
         self._totals = totals
-        self._window = math.ceil(config.metrics_num_episodes_for_smoothing / max(config.num_workers, 1))
+        self._window = window
         self.logger = MetricsLogger(self._window, RESERVED)
         self._returns: deque[float] = deque(maxlen=self._window)
         self._lengths: deque[int] = deque(maxlen=self._window)

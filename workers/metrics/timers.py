@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import ParamSpec, TypeVar
 
@@ -120,21 +121,6 @@ _MOST_S = 1.0
 """The most seconds that one poll stands for."""
 
 
-class _Spending:
-    """The time of one block. A function with `contextmanager` would take three times as long."""
-
-    __slots__ = ("_before", "_budget", "_part")
-
-    def __init__(self, budget: TimeBudget, part: int) -> None:
-        self._budget, self._part = budget, part
-
-    def __enter__(self) -> None:
-        self._before = self._budget.switch(self._part)
-
-    def __exit__(self, *_: object) -> None:
-        self._budget.switch(self._before)
-
-
 class TimeBudget:
     """A stopwatch that counts each moment for one part, so the parts sum to the whole.
 
@@ -160,9 +146,14 @@ class TimeBudget:
         self._at, self._part = now, part
         return before
 
-    def spent_on(self, part: int) -> _Spending:
+    @contextmanager
+    def spent_on(self, part: int) -> Iterator[None]:
         """Count the time of the block as `part`, without that of parts that begin within."""
-        return _Spending(self, part)
+        before = self.switch(part)
+        try:
+            yield
+        finally:
+            self.switch(before)
 
     def of_envs(self, call: Callable[[], R]) -> R:
         """Return the result of `call`, and count its time as the envs' time."""

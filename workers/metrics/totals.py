@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 
 from headrace.schemas.accounts.env_errors import MOST_GROUPS, MOST_TRACEBACK, OTHERS, EnvErrorGroup, fingerprint_of
 from headrace.schemas.accounts.ledger import Discard
-from headrace.schemas.chunks.batch import MOST_ABORTED
+from headrace.schemas.chunks.batch import MOST_ENDED
 from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.metrics.timers import Timers
 
@@ -94,7 +94,7 @@ class RunnerTotals:
     """The newest env failure in words: its kind, env, place and error."""
     failure_groups: FailureGroups = field(default_factory=FailureGroups, compare=False)
     env_rebuilds: int = _reported("num_env_rebuilds_lifetime")
-    aborted: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MOST_ABORTED), compare=False)
+    aborted: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MOST_ENDED), compare=False)
     """(return, env steps) of episodes that were aborted and are in no batch header yet."""
     timers: Timers = field(default_factory=Timers, compare=False)
     calls: CallMark = field(default_factory=CallMark, compare=False)

@@ -14,12 +14,10 @@ from torch import nn
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces, column_dtype
 from headrace.schemas.errors import ModuleError
 from headrace.workers.envs.action_masks import ActionMask
-from headrace.workers.modules.choice_act import ChoiceAct
 from headrace.workers.modules.distributions import ActionDistribution, Gaussian
 from headrace.workers.modules.encoders import Encoder, is_plain_vector
-from headrace.workers.modules.gaussian_act import GaussianAct
-from headrace.workers.modules.kept_layers import KeptLayers
-from headrace.workers.modules.layers import linear
+from headrace.workers.modules.layers import KeptLayers, linear
+from headrace.workers.modules.split_acts import ChoiceAct, GaussianAct
 from headrace.workers.policy.module_protocol import NumpyAct
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}

@@ -1,4 +1,6 @@
-"""Layers initialised from a given generator, so that building a module neither reads nor changes global state.
+"""Layers of torch, and the same ones computed by numpy.
+
+They are initialised from a given generator, so that building a module neither reads nor changes global state.
 
 torch writes first values of its own into each layer, from its global generator. They are replaced, and the generator's
 state is put back. Layers on the device "meta", which have no values, make a process import sympy, half a second of its
@@ -7,8 +9,15 @@ start.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
+
+Array = NDArray[Any]
 
 
 def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
@@ -45,3 +54,39 @@ def orthogonal(rows: int, columns: int, generator: torch.Generator) -> torch.Ten
     q, r = torch.linalg.qr(tall)
     q = q * torch.sign(torch.diagonal(r))  # makes the draw uniform over all such matrices
     return q if rows >= columns else q.T
+
+
+class KeptLayers:
+    """Linear layers over vectors of floats, computed by numpy in arrays that this keeps.
+
+    For a few rows, calls of numpy and new arrays cost more than the arithmetic. An activation follows each layer but
+    the last, the head.
+
+    `layers` are the weights (inputs, outputs) and the bias of each layer. They share the module's memory, so weights
+    copied in place take effect at once.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Array, Array]], *, relu: bool) -> None:
+        self._layers = layers
+        self._relu = relu
+        self.outputs: int = layers[-1][0].shape[1]
+        """Number of the head's outputs."""
+        self.make_room(0)
+
+    def make_room(self, rows: int) -> None:
+        """Take so many rows from now on."""
+        arrays = [np.empty((rows, weight.shape[1]), np.float32) for weight, _ in self._layers]
+        # Biases have a row axis: numpy adds arrays of one shape twice as fast as it broadcasts, and one row is such.
+        *self._hidden, self._head = [(w, bias[None], y) for (w, bias), y in zip(self._layers, arrays, strict=True)]
+
+    def write(self, x: Array, outputs: Array) -> None:
+        """Write the head's outputs for `x` (rows, inputs) into `outputs`, float32 (rows, outputs)."""
+        if x.dtype != np.float32:
+            x = x.astype(np.float32)
+        for weight, bias, y in self._hidden:
+            x.dot(weight, y)  # the function of numpy first asks whether another library has one
+            np.add(y, bias, y)
+            x = np.maximum(y, 0.0, out=y) if self._relu else np.tanh(y, y)
+        weight, bias, y = self._head
+        x.dot(weight, y)
+        np.add(y, bias, outputs)

@@ -71,6 +71,8 @@ def _keeps_numbers(given: NDArray[Any] | torch.Tensor, dtype: torch.dtype) -> bo
         if tensor.is_meta or tensor.layout is not torch.strided:
             return False
         if tensor.dtype.is_floating_point and dtype.is_floating_point:
+            if min(tensor.dtype.itemsize, dtype.itemsize) == 1:
+                return False  # float8: since torch 2.15, a cast turns what is too large into the largest number
             return bool((tensor.to(dtype).isfinite() == tensor.isfinite()).all())
     except (TypeError, ValueError, RuntimeError):  # torch has no such dtype, or no arithmetic for it
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar
@@ -33,9 +34,8 @@ from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.policy.module_protocol import build_module
 from headrace.workers.randomness.seeds import SeedTree, episode_id_high
 from headrace.workers.runner.client_chunks import ClientChunks, take_over
-from headrace.workers.runner.policy_names import ModuleIdNames
+from headrace.workers.runner.policy_names import ModuleIdNames, Selection, Wanted
 from headrace.workers.runner.state import RunnerState, Version
-from headrace.workers.runner.state_components import Selection, Wanted
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.external_wait import ExternalWait
 from headrace.workers.sampling.poll_loop import Enough, check_size, enough_episodes, enough_steps, poll_until
@@ -78,7 +78,8 @@ class EnvRunner(ABC, Generic[Batch]):
         self.totals = RunnerTotals()
         if calls is not None:
             self.totals.calls = calls
-        self._metrics = RunnerMetrics(config, self.totals)
+        window = math.ceil(config.metrics_num_episodes_for_smoothing / max(config.num_workers, 1))
+        self._metrics = RunnerMetrics(window, self.totals)
         self.callbacks = CallbackList(config.callbacks, self._callback_arguments)
         self._seeds = SeedTree(config.seed, worker_index, incarnation, config.num_envs)
         self._id_high = episode_id_high(run_uid, self._seeds.entropy, worker_index, incarnation)
@@ -169,8 +170,8 @@ class EnvRunner(ABC, Generic[Batch]):
     def _open_sampler(self) -> Sampler[Any, Any]:
         steps, wait = self._open_steps(), None
         if (callers := external(steps.envs)) is not None:
-            wait = ExternalWait(self.config, callers, lambda: self.weights_version)
-        return Sampler(self.config, steps, self.totals, self.callbacks, wait)
+            wait = ExternalWait(self.config.external_fragment_max_age_s, callers, lambda: self.weights_version)
+        return Sampler(steps, self.totals, self.callbacks, wait)
 
     def make_module(self) -> None:
         """Build all modules again from the config. A builder that raises NotImplementedError leaves random actions.
@@ -416,7 +417,8 @@ class EnvRunner(ABC, Generic[Batch]):
                 raise
 
     def _enough_steps(self, steps: int) -> Enough:
-        return enough_steps(steps, self._existing_sampler, self.config, self.totals)
+        of_agents = self.config.count_steps_by == "agent_steps"
+        return enough_steps(steps, self._existing_sampler, self.totals, of_agents=of_agents)
 
     def _deliver(self, keep_open: bool, end_markers: bool = True) -> Batch:
         """Cut, and then apply the weights that waited for the cut."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import gymnasium as gym
@@ -12,6 +12,9 @@ from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError
+from headrace.workers.annex_parts import part
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.policy_names import OneModuleNames
 from headrace.workers.sampling.cutting import Stamp
@@ -69,3 +72,24 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         """See `EnvRunner`."""
         spaces = self._lane_steps.envs.gym_spaces
         return {DEFAULT_MODULE_ID: spaces, **self._env_spaces(*spaces)}
+
+
+AnyRunner = EnvRunner[Any]
+
+
+def open_runner(
+    config: EnvRunnerConfig,
+    worker_index: int = 0,
+    *,
+    incarnation: int = 0,
+    run_uid: str = "",
+    on_wait: Callable[[str], None] | None = None,
+    calls: CallMark | None = None,
+) -> AnyRunner:
+    """Build the runner of one agent, or of several where `config` has policies. See `EnvRunner`."""
+    kind = part("MultiAgentEnvRunner") if config.is_multi_agent else SingleAgentEnvRunner
+    who: dict[str, Any] = {"incarnation": incarnation, "run_uid": run_uid}
+    runner: AnyRunner = kind(config, worker_index, **who, on_wait=on_wait, calls=calls)
+    if calls is not None and calls.sides is not None:
+        calls.sides.keep()
+    return runner

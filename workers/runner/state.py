@@ -17,8 +17,7 @@ from headrace.workers.connectors.vector_connectors import PIPELINES
 from headrace.workers.metrics.runner_metrics import RunnerMetrics
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting_module import ActingModule
-from headrace.workers.runner.policy_names import ModuleIdNames, Parts
-from headrace.workers.runner.state_components import RANDOM_STREAMS, RL_MODULE, Selection
+from headrace.workers.runner.policy_names import RANDOM_STREAMS, RL_MODULE, ModuleIdNames, Parts, Selection
 from headrace.workers.sampling.sampler import Sampler
 
 

@@ -7,19 +7,16 @@ from collections.abc import Callable
 
 from headrace.schemas.errors import EnvError
 from headrace.schemas.settings.sampling_settings import EXTERNAL_PATIENCE_S
-from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.driver import ExternalDriver
 
 
 class ExternalWait:
     """The waiting times of one sampler of `envs`, counted from `begin`."""
 
-    def __init__(
-        self, config: EnvRunnerConfig, envs: ExternalDriver, read_version: Callable[[], tuple[int, int]]
-    ) -> None:
+    def __init__(self, max_age_s: float, envs: ExternalDriver, read_version: Callable[[], tuple[int, int]]) -> None:
         self._envs = envs
         envs.read_version = read_version
-        self._max_age_s = config.external_fragment_max_age_s
+        self._max_age_s = max_age_s
         self._begun_at = time.monotonic()
         self._has_polled = False
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from headrace.schemas.errors import ConfigError
-from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.sampling.sampler import Sampler
 
@@ -33,17 +32,17 @@ def poll_until(
             on_poll()
 
 
-def enough_steps(steps: int, sampler: Sampler[Any, Any], config: EnvRunnerConfig, totals: RunnerTotals) -> Enough:
-    """Return a function that says whether `steps` more steps were taken.
+def enough_steps(steps: int, sampler: Sampler[Any, Any], totals: RunnerTotals, *, of_agents: bool) -> Enough:
+    """Return a function that says whether `steps` more env steps, or steps `of_agents`, were taken.
 
     In lock-step it counts polls and includes steps lost by failures, so that no cut depends on another env's failure.
     It leaves out the polls that a native vector uses to reset a lane. Where each lane has its own pace it counts
     answers. Agent steps are counted as they are taken, because polls do not tell their number.
     """
-    if config.count_steps_by == "agent_steps":
+    if of_agents:
         goal = totals.stepped + steps
         return lambda: totals.stepped >= goal
-    taken, width, begun = sampler.steps, config.num_envs, itertools.count()
+    taken, width, begun = sampler.steps, len(sampler.envs.lanes), itertools.count()
     if taken.answered is not None:
         last = taken.answered + steps
         return lambda: (taken.answered or 0) >= last

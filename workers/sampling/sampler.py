@@ -38,7 +38,6 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
 
     def __init__(
         self,
-        config: EnvRunnerConfig,
         steps: SampledSteps[AnyOutcome, Cut_co],
         totals: RunnerTotals,
         callbacks: CallbackList,
@@ -55,7 +54,6 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             totals.timers.budget.env_part = OTHER
         self._external_wait = external_wait
         self._totals = totals
-        self._width = config.num_envs
         self._events = EpisodeEvents(callbacks, steps.look)
         self._start_episodes = EpisodeStarts(envs, self._events, steps.begin, partial(self._abort, recorded=True))
         envs.on_episode_created = self._events.created if self._events.watches_created else None
@@ -99,7 +97,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             self.abandon(Discard.RESET)
             self.needs_reset = False
             try:
-                self._totals.timers.budget.of_envs(lambda: self.envs.try_reset(range(self._width)))
+                self._totals.timers.budget.of_envs(lambda: self.envs.try_reset(range(len(self.envs.lanes))))
                 self._start_episodes(self.envs.try_restart)
                 self._totals.calls.raise_kept()
             except BaseException as error:

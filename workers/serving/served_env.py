@@ -23,8 +23,7 @@ from headrace.workers.config import EnvRunnerConfig, runner_config, socket_dir
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import find_creator
 from headrace.workers.envs.remote.router_port import RouterPort
-from headrace.workers.external.agents_env import ExternalMultiAgentEnv
-from headrace.workers.external.env import ExternalEnv
+from headrace.workers.external.env import ExternalEnv, ExternalMultiAgentEnv
 from headrace.workers.external.self_driven import SelfDrivenEnv
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.dispatcher import Dispatcher, Listener

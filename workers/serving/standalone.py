@@ -16,7 +16,7 @@ from headrace.schemas.basics.bounds import Version
 from headrace.schemas.messages.weights import Arrays
 from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.runner.any_runner import open_runner
+from headrace.workers.runner.single_agent_env_runner import open_runner
 from headrace.workers.serving.served_env import ServedEnv, ServedMultiAgentEnv, served_config
 
 _CUT_S = 0.2

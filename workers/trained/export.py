@@ -54,6 +54,8 @@ _CAUSES = (
     ),
 )
 """(Pattern of torch's errors, what the module does, and what to do)."""
+_WRITES_PROGRAMS = "2.10"
+"""The oldest torch that writes .pt2 and .onnx of Headrace's own modules. Of 2.4 to 2.9, each failed at them."""
 _OPERATION = re.compile(r"op='([^']+)'")
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in (?!forward\b)')
 _COLOUR = re.compile(r"\x1b\[\d+m")
@@ -150,6 +152,9 @@ def export_policy(
     except OSError as error:
         raise export_error(str(path), f"it cannot be written ({error.strerror})") from error
     except Exception as error:
+        if path.suffix != ".pt" and torch.__version__ < _WRITES_PROGRAMS:
+            advice = f"cannot write {path.suffix} files of most modules; use torch 2.10 or newer, or export to .pt"
+            raise export_error(str(path), f"torch {torch.__version__} {advice} ({_brief(error)})") from error
         raise export_error(str(path), f"{type(module).__name__} {_why(error)}") from error
     finally:
         with suppress(OSError):  # the folder cannot be written to

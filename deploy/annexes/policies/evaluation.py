@@ -20,7 +20,7 @@ from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.config import EnvRunnerConfig, runner_config
 from headrace.workers.envs.driver import own_driver
 from headrace.workers.metrics.call_mark import CallMark
-from headrace.workers.runner.any_runner import open_runner
+from headrace.workers.runner.single_agent_env_runner import open_runner
 
 log = logging.getLogger("headrace.deploy")
 

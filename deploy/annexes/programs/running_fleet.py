@@ -34,7 +34,7 @@ from headrace.deploy.process.parent_death import bound_to_us
 from headrace.deploy.run.run_dir import new_run_dir
 from headrace.learner_stub.link.fleet_place import keys_folder
 from headrace.schemas.basics.run_files import read_object
-from headrace.schemas.basics.signal_names import signal_name
+from headrace.schemas.basics.stop_event import signal_name
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError
 from headrace.schemas.peers.fleet_address import RunDirAddresses, await_address
 from headrace.workers.envs.creators import registered_creator

@@ -15,7 +15,7 @@ from headrace.deploy.annexes.ray.wanted_workers import read_wanted
 from headrace.deploy.annexes.ray.worker_actor import WorkerStart
 from headrace.deploy.annexes.ray.workers_on_ray import WorkersOnRay, keep_workers
 from headrace.deploy.fleet.roles import join_to_work
-from headrace.deploy.run.joining import Joined, rendezvous_in
+from headrace.deploy.run.joining import Joined, has_several_brokers, rendezvous_in
 from headrace.deploy.run.options import Asked
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.logs import Identity, set_up_logging
@@ -35,9 +35,10 @@ def run_workers(asked: Asked, *, endpoint: str | None, count: int | None) -> Non
 
     `count`: the number of workers; None: follow the number in ray.json of the run directory.
     """
-    check_one_broker(asked.settings, "headrace ray")
+    if has_several_brokers(asked):
+        check_one_broker(asked.settings, "headrace ray")
     where = rendezvous_in(asked) if endpoint is None else ""
-    if count is None and (where or endpoint) and not asked.settings.fleet.run_dir:
+    if count is None and (where or endpoint) and not asked.named("fleet.run_dir"):
         raise ConfigError("say how many workers: only a run directory has a number", key="--count")
     fleet = join_to_work(asked, endpoint)
     if fleet is None:

@@ -74,7 +74,7 @@ def dashboard(
 
     It only reads: Redis, and the run directory where it is on this machine. Ctrl-C ends it; the fleet goes on.
     """
-    from headrace.deploy.annexes.watch.page.server import serve_page
+    from headrace.deploy.annexes.watch.page.app import serve_page
     from headrace.deploy.terminal.logs import Identity, set_up_logging
 
     set_up_logging(Identity(fleet_id, "dashboard"))

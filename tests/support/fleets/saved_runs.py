@@ -10,7 +10,7 @@ import orjson
 import torch
 
 from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, save_checkpoint
-from headrace.learner_stub.reference.training_arrays import training_arrays
+from headrace.learner_stub.reference.ppo import training_arrays
 from headrace.schemas.messages.weights import CONNECTORS, join_modules
 from headrace.workers.connectors import MeanStd
 from headrace.workers.modules import ActorCritic, actor_critic

@@ -23,8 +23,7 @@ from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.agents.env import MultiAgentEnv
 from headrace.workers.serving.served_env import ServedEnvs
-from headrace.workers.serving.serving_agents import AgentsStep
-from headrace.workers.serving.serving_messages import ClientHello, ClientReject, EpisodeAbort, EpisodeStart
+from headrace.workers.serving.serving_messages import AgentsStep, ClientHello, ClientReject, EpisodeAbort, EpisodeStart
 from support.waiting import TIMEOUT_S
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from headrace.schemas.basics.signal_names import signal_name
+from headrace.schemas.basics.stop_event import signal_name
 from headrace.schemas.errors import EnvCrashError, EnvError, EnvHangError, EnvNeighbourError
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.control import Phase

@@ -20,8 +20,7 @@ from headrace.schemas.credentials.keys import ENV_PORT, BrokerKeys
 from headrace.schemas.errors import socket_folder_error
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer
 from headrace.schemas.peers import sockets
-from headrace.schemas.peers.connection_limit import connection_limit
-from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortWatch
+from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortWatch, connection_limit
 from headrace.schemas.peers.ports import bind_to_port, check_insecure
 from headrace.schemas.peers.socket_folder import SocketPlace, endpoint_of, lock_sockets
 from headrace.schemas.peers.zap import ENDPOINT, judge

@@ -25,16 +25,15 @@ from headrace.schemas.errors.episodes import EpisodeTimeoutError
 from headrace.schemas.errors.serving import MessageTooLargeError, UnknownSessionError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.calls import Answer
-from headrace.workers.external.env import ExternalEnv
-from headrace.workers.runner.any_runner import open_runner
+from headrace.workers.external.env import ExternalEnv, ExternalMultiAgentEnv
+from headrace.workers.runner.single_agent_env_runner import open_runner
 from headrace.workers.sampling.module_batches import Cut
 from headrace.workers.serving.acting.shipments import Shipments
 from headrace.workers.serving.acting.weights_puller import WeightsPuller
 from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.client.connection import ServerPlace, find_server
 from headrace.workers.serving.client.logged_returns import read_info
-from headrace.workers.serving.client.server_place import ServerPlace, find_server
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.serving_messages import ClientBye
 

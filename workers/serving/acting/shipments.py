@@ -15,7 +15,7 @@ from headrace.schemas.errors import HeadraceError, InfosTooLargeError, Unreachab
 from headrace.schemas.errors.serving import MessageTooLargeError, UnknownSessionError, code_of
 from headrace.schemas.frames.wire import Buffer
 from headrace.workers.agents.multi_agent_env_runner import MultiAgentEnvRunner
-from headrace.workers.runner.any_runner import AnyRunner
+from headrace.workers.runner.single_agent_env_runner import AnyRunner
 from headrace.workers.sampling.module_batches import Cut, batches_of
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.serving_messages import MOST_EPISODES, ChunkShipment

@@ -28,11 +28,9 @@ from headrace.schemas.errors.episodes import (
 )
 from headrace.schemas.errors.serving import UnknownSessionError, code_of
 from headrace.schemas.peers.sockets import OwnSockets
-from headrace.workers.serving.client.connection import Connection, request_of
+from headrace.workers.serving.client.connection import Connection, ServerPlace, find_server, request_of
 from headrace.workers.serving.client.logged_returns import Dones, LoggedReturns, LoggedReturnsByAgent, no_returns
-from headrace.workers.serving.client.server_place import ServerPlace, find_server
 from headrace.workers.serving.episode_codec import EpisodeCodec
-from headrace.workers.serving.serving_agents import served_spaces_from_json
 from headrace.workers.serving.serving_messages import (
     ClientBye,
     ClientHeartbeat,
@@ -42,6 +40,7 @@ from headrace.workers.serving.serving_messages import (
     EpisodeAbort,
     EpisodeAnswer,
     EpisodeStart,
+    served_spaces_from_json,
 )
 
 _BEFORE_WELCOME_BYTES = 4096

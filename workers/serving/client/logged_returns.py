@@ -17,7 +17,7 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.workers.envs.bounds import LARGEST_REWARD
-from headrace.workers.serving.serving_agents import ALL
+from headrace.workers.serving.serving_messages import ALL
 
 _MAX_INFO_BYTES = DEFAULT_LIMITS.header_bytes // 2
 _MAX_INFO_DEPTH = DEFAULT_LIMITS.header_depth // 2

@@ -11,7 +11,7 @@ import orjson
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.errors.serving import HTTP_STATUS, code_of, facts_of
 from headrace.schemas.frames.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind
-from headrace.workers.serving.multi_agent_codec import MultiAgentCodec
+from headrace.workers.serving.episode_codec import MultiAgentCodec
 from headrace.workers.serving.session_records import Reply
 from headrace.workers.serving.space_codec import SpaceCodec
 

@@ -18,8 +18,8 @@ from typing import Any
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.errors.serving import FAILED, ServingError
-from headrace.schemas.peers.connection_limit import connection_limit
 from headrace.schemas.peers.http_hosts import is_known_host
+from headrace.schemas.peers.port_watch import connection_limit
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.dispatcher import Event
 from headrace.workers.serving.episode_codec import EpisodeCodec

@@ -24,7 +24,6 @@ from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import ConfigError, HeadraceError
-from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.exporter")
 
@@ -97,7 +96,7 @@ def chosen_readers(
     Raises `ConfigError` for a wrong choice, and `RunDirError` for a directory without a fleet.
     """
     if not (redis_url or fleet_ids):
-        run_dirs = run_dirs or [chosen_run(FleetConfig())]
+        run_dirs = run_dirs or [chosen_run("")]
         return _once_each((read_fleet_file(path / "fleet.json").fleet_id, FactsReader(path)) for path in run_dirs)
     if run_dirs or not (redis_url and fleet_ids):
         raise ConfigError("name fleets by --run-dir, or by --redis-url and --fleet-id together")
