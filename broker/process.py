@@ -32,6 +32,7 @@ from headrace.broker.reports.fleet_reports import FleetReports
 from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.reports.report import LIVE_S
 from headrace.broker.reports.reporter import RedisReporter
+from headrace.broker.reports.task_board import TaskBoard
 from headrace.broker.sessions.core import BrokerCore
 from headrace.broker.sessions.outbox import Send
 from headrace.schemas.accounts.redis_keys import TOLD_SETTINGS
@@ -57,6 +58,7 @@ from headrace.schemas.messages import (
     LearnerWelcome,
     Message,
     Reject,
+    TeacherHello,
     WeightsAck,
     WeightsHeader,
     WeightsPull,
@@ -155,12 +157,9 @@ def open_broker(
         }
         reporter = RedisReporter(redis_url, fleet_id, books, live_s, config.redis.bytes_per_hour // 2, about, lifetime)
     metrics, goal = FleetMetrics(broker.core), (config.fleet.until_return, max_env_steps)
-    broker.core.observers += [
-        metrics,
-        broker.keyed,
-        FleetReports(metrics, *earlier, reporter, broker.keep_weights, config.broker.report_interval_s, goal),
-        broker.state_writer,
-    ]
+    reports = FleetReports(metrics, *earlier, reporter, broker.keep_weights, config.broker.report_interval_s, goal)
+    tasks = TaskBoard(broker.core, run_dir / "tasks.json", reports)
+    broker.core.observers += [metrics, broker.keyed, reports, tasks, broker.state_writer]
     broker.state_writer.write()
     return broker
 
@@ -318,7 +317,7 @@ class Broker:
             self._send(peer, self.relay.part(pull) if self.core.knows(peer) else unknown)
         elif kind is MessageKind.HELLO:
             self._take_hello(socket, peer, read_hello(header), frames[-1], now)
-        elif kind in _CONTROL:
+        elif kind in _CONTROL and not (kind is MessageKind.TASKS and is_of_worker):
             self.core.receive(peer, read(_CONTROL[kind], header), now)
         else:
             raise DecodeError("unexpected_kind", f"{kind.name} is not for a broker")
@@ -328,7 +327,7 @@ class Broker:
 
         Reject one at the other role's port, where it can never succeed, and name the right endpoint.
         """
-        if isinstance(hello, LearnerHello) is (socket is self.sockets.learners):
+        if isinstance(hello, LearnerHello | TeacherHello) is (socket is self.sockets.learners):
             self.core.receive(peer, hello, now, self.keyed.introduce(socket, peer, frame))
             return
         at, right = ("learner", "worker") if socket is self.sockets.learners else ("worker", "learner")

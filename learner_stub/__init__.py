@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from headrace.learner_stub.checkpoints.learner_state import LoadedState as LoadedState
     from headrace.learner_stub.checkpoints.learner_state import save_policy as save_policy
     from headrace.learner_stub.publishing.publisher import WeightPublisher as WeightPublisher
+    from headrace.learner_stub.publishing.task_publisher import TaskPublisher as TaskPublisher
     from headrace.learner_stub.rollouts.own_logp import with_own_logp as with_own_logp
     from headrace.learner_stub.rollouts.returns import Returns as Returns
     from headrace.learner_stub.rollouts.returns import gae as gae
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from headrace.learner_stub.streaming.connector_merger import ConnectorMerger as ConnectorMerger
     from headrace.learner_stub.streaming.stream import EpisodeStream as EpisodeStream
     from headrace.schemas.chunks.episodes import episodes_of as episodes_of
+    from headrace.schemas.chunks.task import spread as spread
 
 _HOMES = {
     "ConnectorMerger": "headrace.learner_stub.streaming.connector_merger",
@@ -28,10 +30,12 @@ _HOMES = {
     "LearnerState": "headrace.learner_stub.checkpoints.learner_state",
     "LoadedState": "headrace.learner_stub.checkpoints.learner_state",
     "Returns": "headrace.learner_stub.rollouts.returns",
+    "TaskPublisher": "headrace.learner_stub.publishing.task_publisher",
     "WeightPublisher": "headrace.learner_stub.publishing.publisher",
     "episodes_of": "headrace.schemas.chunks.episodes",
     "gae": "headrace.learner_stub.rollouts.returns",
     "save_policy": "headrace.learner_stub.checkpoints.learner_state",
+    "spread": "headrace.schemas.chunks.task",
     "to_torch": "headrace.learner_stub.rollouts.tensors",
     "vtrace": "headrace.learner_stub.rollouts.returns",
     "with_own_logp": "headrace.learner_stub.rollouts.own_logp",

@@ -27,6 +27,9 @@ class BrokerObserver:
     def ended(self, source: Source) -> None:
         """Hear that a source has ended: no batch of it comes any more."""
 
+    def reported(self, source: Source) -> None:
+        """Hear that a worker has sent a heartbeat, which is `source.figures.beat` now."""
+
     def published(self, version: Version, frames: list[Buffer]) -> None:
         """Hear that the learner has published newer weights. `frames`: the whole message."""
 

@@ -51,6 +51,9 @@ class FleetReports(BrokerObserver):
         self._interval_s = interval_s
         self._goal = goal
         self._goal_reported = False
+        self.tasks: dict[str, str] = {}
+        self.saved_tasks = None if reporter is not None else b""
+        """The tasks that Redis had, None before it has answered. It gets `tasks`, which are as in `Report`."""
         self._next_report = 0.0
         self._counters_of_ended = ended.counters_of()
         self._core.restore(ended.rows, {}, 0, lifetime.runner_state, ended.folded)
@@ -108,9 +111,9 @@ class FleetReports(BrokerObserver):
         if reporter is None:
             return
         blocked = _lacks_descriptors() or core.joins_blocked
-        report = replace(metrics.report(now), joins_blocked=blocked, ended_unix_s=ended_unix_s)
+        report = replace(metrics.report(now), joins_blocked=blocked, ended_unix_s=ended_unix_s, tasks=self.tasks)
         if not self._restored:  # what runners counted before is not known yet, and must not be written over
-            report = replace(report, runner_state={}, metric_sums=None, env_errors=None)
+            report = replace(report, runner_state={}, metric_sums=None, env_errors=None, tasks={})
         reporter.offer(report)
         core.learners.rows_stored = reporter.rows_stored
 
@@ -119,7 +122,7 @@ class FleetReports(BrokerObserver):
         saved = self.reporter.take_saved(wait_s=wait_s) if self.reporter else None
         if saved is None:
             return False
-        core, metrics = self._core, self.metrics
+        core, metrics, self.saved_tasks = self._core, self.metrics, saved.tasks
         core.restore(saved.rows.values(), saved.incarnations, saved.lease_epoch, saved.runner_state, saved.folded)
         known, is_folded = self._counters_of_ended, core.store.is_folded
         news = {key: own for key, own in saved.counters.items() if key not in known and key[1] and not is_folded(*key)}

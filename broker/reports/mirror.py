@@ -71,7 +71,7 @@ class Mirror:
         self._rows: _Fields[SourceKey, LedgerRow] = _Fields()
         self._counters: _Fields[SourceKey, Mapping[str, int]] = _Fields()
         self._folded: _Fields[int, FoldedLives] = _Fields()
-        kinds = ("workers", "incarnations", "runner_state", "env_errors")
+        kinds = ("workers", "incarnations", "runner_state", "env_errors", "tasks")
         self._smaller: dict[str, _Fields[Any, Any]] = {kind: _Fields() for kind in kinds}
         """All other fields, as `Report` names them."""
         self._errors_gone: dict[str, None] = {}

@@ -47,7 +47,7 @@ class Report:
       has too is taken from the row.
     - folded: by slot, the folded lives that changed. Rows of lives in them are removed from Redis.
     - workers: states that changed, by slot; they go to Redis as JSON. workers_gone: slots without a worker.
-    - incarnations and runner_state, by slot, and lease: all of them.
+    - incarnations and runner_state, by slot, lease, and tasks (the text of tasks.json as `newest`): all of them.
     - policies, metrics, metric_sums: all of them, by module id, name and slot. metric_sums None: those of earlier lives
       are not known yet, so metrics and sums in Redis stay.
     - env_errors: all groups of failures of envs, by fingerprint. None: those in Redis are not known yet, and stay.
@@ -70,6 +70,7 @@ class Report:
     metrics: Mapping[str, LoggedMetric] = field(default_factory=dict)
     metric_sums: Mapping[str, SumsOfLife] | None = None
     env_errors: Mapping[str, Mapping[str, Any]] | None = None
+    tasks: Mapping[str, str] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] = ()
     refused: Sequence[tuple[str, str, int]] = ()
     joins_blocked: str = ""
@@ -189,6 +190,7 @@ def _as_json(part: Part) -> dict[str, Any]:
         "runner_state": {str(slot): orjson.dumps(counters).decode() for slot, counters in report.runner_state.items()},
         "env_errors": {name: orjson.dumps(row).decode() for name, row in (report.env_errors or {}).items()},
         "env_errors_gone": list(part.env_errors_gone),
+        "tasks": dict(report.tasks),
         "lease": {},
     }
     if not part.is_first:
@@ -233,6 +235,7 @@ class SavedState:
     metric_sums: dict[str, SumsOfLife]
     env_errors: dict[str, EnvErrorRow]
     weights: StoredBlob | None
+    tasks: bytes
 
 
 def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
@@ -246,6 +249,7 @@ def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
         keys.RUNNER_STATE,
         keys.METRIC_SUMS,
         keys.ERRORS,
+        keys.TASKS,
     )
     raw, wrong = RedisReader(client).hashes_at_once({key.name: keys.key_name(fleet_id, key) for key in wanted})
     values = HashParser(garbage=wrong)
@@ -259,6 +263,7 @@ def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
         metric_sums=values.metric_sums(raw["metric_sums"]),
         env_errors=values.env_errors(raw["errors"]),
         weights=weights_in(client, fleet_id).load(),
+        tasks=raw["tasks"].get(b"newest", b""),
     )
     for sentence in values.garbage:
         log.error("left out a value in Redis: %s", sentence)

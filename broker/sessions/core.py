@@ -62,13 +62,13 @@ class BrokerCore:
         """Sessions that ended because their key was revoked, by the key's name."""
         self.joins_blocked = ""
         """Why no peer can join; "" where peers can."""
-        self._outbox = Outbox()
-        self.learners = LearnerSessions(fleet_id, self.state, self.store, self._outbox)
-        self._acks = Acknowledgements(limits, self.store, self._outbox, self.learners.waits_for)
+        self.outbox = Outbox()
+        self.learners = LearnerSessions(fleet_id, self.state, self.store, self.outbox)
+        self._acks = Acknowledgements(limits, self.store, self.outbox, self.learners.waits_for)
         self.owners = SlotOwners(limits, self.state)
         self.folding = Folding(self.store)
         self.workers = WorkerSessions(
-            fleet_id, limits, self.state, self.store, self._outbox, self._acks, self.owners, self.folding.is_final
+            fleet_id, limits, self.state, self.store, self.outbox, self._acks, self.owners, self.folding.is_final
         )
         self._heartbeat_interval_s = limits.heartbeat_interval_s
         self._started = now
@@ -79,13 +79,14 @@ class BrokerCore:
             LearnerHello: self._on_learner_hello,
             SupervisorHello: self.workers.on_supervisor_hello,
         }
-        self._handlers: dict[type, Callable[[Peer, Any, float], None]] = {
+        self.handlers: dict[type, Callable[[Peer, Any, float], None]] = {
             Heartbeat: self._on_heartbeat,
             Bye: self.workers.on_bye,
             Obituary: self.workers.on_obituary,
             Skip: self.workers.on_skip,
             Commit: self.learners.on_commit,
         }
+        """By class of message; a feature adds its own."""
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
@@ -94,7 +95,7 @@ class BrokerCore:
 
         `key`: for a HELLO, the key that its sender has shown; None where no keys are in use.
         """
-        introduce, handler = self._introductions.get(type(message)), self._handlers.get(type(message))
+        introduce, handler = self._introductions.get(type(message)), self.handlers.get(type(message))
         try:
             self.owners.judge(message, key)
             check_books(message)
@@ -108,14 +109,14 @@ class BrokerCore:
         else:
             detail = f"{type(message).__name__} is not taken here"
             self.refusals.note(self.name_of(peer), "unexpected_kind", detail)
-            self._outbox.reject(peer, "unexpected_kind", detail)
+            self.outbox.reject(peer, "unexpected_kind", detail)
             return
         self.learners.deliver()
         self._tell_exhausted()
 
     def expel(self, peer: Peer, code: str, detail: str) -> None:
         """End the session of a peer, and send it the reason. The batches that it has delivered stay."""
-        self._outbox.reject(peer, code, detail)
+        self.outbox.reject(peer, code, detail)
         self.workers.expel(peer)
         self.learners.expel(peer)
 
@@ -123,11 +124,11 @@ class BrokerCore:
         """Count and log a message that is wrong, and reject it if its sender waits for an answer."""
         self.refusals.note(self.name_of(peer), f"{error.reason} {type(message).__name__}", error.detail)
         if isinstance(message, WorkerHello | LearnerHello | SupervisorHello):
-            self._outbox.reject(peer, error.reason, error.detail)
+            self.outbox.reject(peer, error.reason, error.detail)
         elif isinstance(message, Obituary | Bye):
-            self._outbox.send(peer, Reject(code=error.reason, detail=error.detail, fatal=False))
+            self.outbox.send(peer, Reject(code=error.reason, detail=error.detail, fatal=False))
         elif isinstance(message, Skip):
-            self._outbox.send(peer, Reject(code=error.reason, detail=error.detail, fatal=False, seq=message.batch.seq))
+            self.outbox.send(peer, Reject(code=error.reason, detail=error.detail, fatal=False, seq=message.batch.seq))
 
     def gone(self, peer: Peer) -> None:
         """Note that a peer's connection is closed. The peer sends HELLO when it reconnects."""
@@ -139,7 +140,7 @@ class BrokerCore:
             check_books_of_batch(header.seq, header.totals)
         except DecodeError as error:
             self.refusals.note(self.name_of(peer), f"{error.reason} batch", error.detail)
-            self._outbox.send(peer, Reject(code=error.reason, detail=error.detail, fatal=False, seq=header.seq))
+            self.outbox.send(peer, Reject(code=error.reason, detail=error.detail, fatal=False, seq=header.seq))
             return False
         accepted = self.workers.on_batch(peer, header, frames, nbytes, now)
         if accepted:
@@ -231,7 +232,7 @@ class BrokerCore:
     def take_outbox(self, now: float = math.inf) -> list[Send]:
         """Return all messages due by `now`, in order. Acknowledgements are gathered into one for each worker."""
         self._acks.send(len(self.workers.peers), now)
-        return self._outbox.take()
+        return self.outbox.take()
 
     @property
     def next_due(self) -> float:
@@ -310,6 +311,9 @@ class BrokerCore:
         if source is not None and source.refused is not None and source.refused != refused:
             self._send_status()
         self._raise_epoch(peer, beat.weights)
+        if source is not None:
+            for observer in self.observers:
+                observer.reported(source)
 
     def _raise_epoch(self, peer: Peer, version: Version) -> None:
         """Raise the learner epoch above that of a worker's weights, which may come from an earlier broker."""

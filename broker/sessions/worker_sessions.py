@@ -97,7 +97,7 @@ class WorkerSessions:
 
         The caller has checked that the worker's `group` may have the slot that the HELLO names.
         """
-        if not self._same_fleet(peer, hello.fleet_id):
+        if not self.same_fleet(peer, hello.fleet_id):
             return
         if hello.slot is not None and self._store.is_folded(hello.slot, hello.incarnation):
             self._fence_folded(peer, hello.slot, hello.incarnation)
@@ -146,7 +146,7 @@ class WorkerSessions:
 
         If the fleet's own supervisor drains the fleet, end sampling.
         """
-        if self._same_fleet(peer, hello.fleet_id):
+        if self.same_fleet(peer, hello.fleet_id):
             self.supervisors.pop(peer, None)
             self.supervisors[peer] = group
             if len(self.supervisors) > BROKER_CONNECTIONS:  # the first has gone, or says HELLO with its next obituary
@@ -154,7 +154,8 @@ class WorkerSessions:
             if hello.draining and group in (None, self._owners.own_group):
                 self._store.end_sampling()
 
-    def _same_fleet(self, peer: Peer, fleet_id: str) -> bool:
+    def same_fleet(self, peer: Peer, fleet_id: str) -> bool:
+        """Return whether a peer asks for this fleet. Reject one that does not."""
         if fleet_id != self.fleet_id:
             detail = f"this broker serves fleet {self.fleet_id!r}, not {fleet_id!r}; check the endpoint"
             self._outbox.reject(peer, "wrong_fleet", detail)

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from headrace.learner_stub import LearnerState as LearnerState
     from headrace.learner_stub import LoadedState as LoadedState
     from headrace.learner_stub import Returns as Returns
+    from headrace.learner_stub import TaskPublisher as TaskPublisher
     from headrace.learner_stub import WeightPublisher as WeightPublisher
     from headrace.learner_stub import episodes_of as episodes_of
     from headrace.learner_stub import gae as gae
     from headrace.learner_stub import save_policy as save_policy
+    from headrace.learner_stub import spread as spread
     from headrace.learner_stub import to_torch as to_torch
     from headrace.learner_stub import vtrace as vtrace
     from headrace.learner_stub import with_own_logp as with_own_logp
@@ -64,8 +66,8 @@ if TYPE_CHECKING:
 _NAMES = {
     "deploy": "TrainedPolicy load_policy",
     "deploy.annexes.programs": "RunningFleet fleet",
-    "learner_stub": "ConnectorMerger EpisodeStream LearnerState LoadedState Returns WeightPublisher episodes_of gae"
-    " save_policy to_torch vtrace with_own_logp",
+    "learner_stub": "ConnectorMerger EpisodeStream LearnerState LoadedState Returns TaskPublisher WeightPublisher"
+    " episodes_of gae save_policy spread to_torch vtrace with_own_logp",
     "schemas.errors": "HeadraceError",
     "workers": "EnvContext EnvRunner EnvRunnerConfig GymVectorEnv MultiAgentEnv MultiAgentEnvRunner PolicySpec"
     " RunnerCallback SingleAgentEnvRunner StepFailedRecreateEnv VectorEnv merge_metrics register_env",

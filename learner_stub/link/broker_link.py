@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import zmq
 
 from headrace.learner_stub.link import connection
 from headrace.schemas.credentials.keys import ClientKeys
-from headrace.schemas.errors import HeadraceError, UnreachableError
-from headrace.schemas.frames.wire import Buffer
-from headrace.schemas.messages import Reject
+from headrace.schemas.errors import DecodeError, HeadraceError, UnreachableError, refusal
+from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header
+from headrace.schemas.messages import Message, Reject, read
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
@@ -90,6 +90,17 @@ class BrokerLink:
         while frames is None and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             self._handshakes.observe(self._monitor.recv_multipart())
         return frames
+
+    def messages(self, kinds: Mapping[MessageKind, type[Message]]) -> Iterator[Message]:
+        """Yield the messages of these kinds that have arrived. Raises `RefusedError` for another protocol's broker."""
+        while (frames := self.receive()) is not None:
+            try:
+                kind, header = decode_header(frames)
+                if kind in kinds:
+                    yield read(kinds[kind], header)
+            except DecodeError as error:
+                if error.reason == "version_mismatch":
+                    raise refusal(error.reason, f"broker at {self.endpoint}: {error.detail}") from error
 
     def follow(self, present: bool, now: float) -> bool:
         """Note whether the broker answers. Connect to its new address if it has moved, and return whether it has."""

@@ -11,8 +11,8 @@ from headrace.learner_stub.link.broker_link import BrokerLink, await_message
 from headrace.learner_stub.publishing.row_queue import RowQueue
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.headrace_version import headrace_version, program_name
-from headrace.schemas.errors import DecodeError, EncodeError, HeadraceError, RefusedWeightsError, refusal
-from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header, encode
+from headrace.schemas.errors import EncodeError, HeadraceError, RefusedWeightsError
+from headrace.schemas.frames.wire import Buffer, MessageKind, encode
 from headrace.schemas.messages import (
     Fenced,
     LearnerHello,
@@ -25,7 +25,6 @@ from headrace.schemas.messages import (
     WeightsHeader,
     WeightsRefusal,
     messages_to,
-    read,
 )
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import MAPPED_BYTES, Arrays, encode_weights
@@ -110,14 +109,8 @@ class BrokerWeights:
 
     def pump(self) -> None:
         """Take answers; say HELLO again or send the newest version again when the broker lacks it."""
-        while (frames := self.link.receive()) is not None:
-            try:
-                kind, header = decode_header(frames)
-                if kind in _CONTROL:
-                    self._receive(read(_CONTROL[kind], header))
-            except DecodeError as error:
-                if error.reason == "version_mismatch":
-                    raise refusal(error.reason, f"broker at {self.link.endpoint}: {error.detail}") from error
+        for message in self.link.messages(_CONTROL):
+            self._receive(message)
 
     def tick(self, now: float) -> None:
         """Send what is due."""

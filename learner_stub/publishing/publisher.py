@@ -23,6 +23,7 @@ from headrace.learner_stub.link import connection
 from headrace.learner_stub.link.broker_link import BrokerLink, await_message
 from headrace.learner_stub.link.fleet_place import Where, address_sources, as_list, find_fleet
 from headrace.learner_stub.publishing.broker_weights import BrokerWeights
+from headrace.learner_stub.publishing.task_publisher import TaskPublisher
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.chunks.module_spaces import check_module_ids
@@ -75,6 +76,9 @@ class WeightPublisher:
             place = FleetPlace(address, "learner", source, says_waiting=False)  # the stream says it
             link = BrokerLink(place, peer_keys, self.token, number)
             self._brokers.append(BrokerWeights(link, broker_fleet_id(fleet_id, number, len(endpoints))))
+        self._options: dict[str, Any] = {"fleet_id": fleet_id, "keys": peer_keys or "", "rendezvous": sources}
+        self._options["connect_timeout_s"] = connect_timeout_s
+        self._tasks: TaskPublisher | None = None
         self._publishing = False
         self._has_warned = False
         connection.enroll(self)
@@ -90,6 +94,13 @@ class WeightPublisher:
     def endpoint(self) -> str:
         """Return the broker's address; those of several brokers with commas between them."""
         return ", ".join(broker.link.name for broker in self._brokers)
+
+    @property
+    def tasks(self) -> TaskPublisher:
+        """Return a publisher of tasks to the same brokers: opened when first used, and closed with this one."""
+        if self._tasks is None:
+            self._tasks = TaskPublisher([broker.link.endpoint for broker in self._brokers], **self._options)
+        return self._tasks
 
     @property
     def epoch(self) -> int:
@@ -183,6 +194,8 @@ class WeightPublisher:
         self._forget_published()
         for broker in self._brokers:
             broker.close()
+        if self._tasks is not None:
+            self._tasks.close()
 
     def __enter__(self) -> Self:
         return self

@@ -261,6 +261,15 @@ ERRORS = Key(
     "characters",
     example='9f2c41d07be35a68 {"kind":"env_exception","env":"MyEnv-v0","exception":"RuntimeError","count":7,...}',
 )
+TASKS = Key(
+    "tasks",
+    "hash",
+    "",
+    "broker",
+    "newest: the content of tasks.json, as JSON: epoch (of the newest teacher), teacher (digest of its token), tasks "
+    "(the newest that a teacher published; version [0, 0] before the first)",
+    example='newest {"epoch":2,"teacher":"9f2c...","tasks":{"version":[2,7],"tasks":[...],"group":0}}',
+)
 LEARNER_ROWS = Key(
     "learner_rows",
     "stream",

@@ -13,6 +13,7 @@ from headrace.schemas.errors import EncodeError
 
 MOST_TASK_BYTES = 4096
 """Most bytes of one task as JSON."""
+MOST_DEPTH = 8
 
 SPREAD = "spread"
 """The key of a rule in the place of a value; see `spread`."""
@@ -105,9 +106,13 @@ def check_values(values: Any) -> dict[str, Any]:
             _check_rule(name, value)
         elif (odd := _beyond_json(value)) is not None:
             raise EncodeError(
-                f"task value {name!r:.80}: {odd!r:.80} is no finite number, text, bool, None or list of these"
+                f"task value {name!r:.80}: {odd!r:.80} is no finite number, text, bool, None or list of these, "
+                f"at most {MOST_DEPTH} deep"
             )
-    written = orjson.dumps(dict(values), option=orjson.OPT_SERIALIZE_NUMPY)
+    try:
+        written = orjson.dumps(dict(values), default=lambda value: value.item(), option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise EncodeError(f"a task cannot be written as JSON: {error}") from error
     if len(written) > MOST_TASK_BYTES:
         raise EncodeError(
             f"a task of {len(written):,} bytes as JSON; at most {MOST_TASK_BYTES:,} may be published: give the env a "
@@ -129,10 +134,11 @@ def _check_rule(name: str, value: Mapping[Any, Any]) -> None:
     spread(first, last, over=over, scale=scale)
 
 
-def _beyond_json(value: Any) -> Any:
+def _beyond_json(value: Any, depth: int = 0) -> Any:
     """Return the first part of a value that a task may not hold; None if there is none."""
     if isinstance(value, list | tuple):
-        return next((odd for item in value if (odd := _beyond_json(item)) is not None), None)
+        inner = (_beyond_json(item, depth + 1) for item in value)
+        return value if depth == MOST_DEPTH else next((odd for odd in inner if odd is not None), None)
     if value is None or isinstance(value, bool | str):
         return None
     if isinstance(value, int):

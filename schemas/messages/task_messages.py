@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from headrace.schemas.basics.bounds import ChosenName, ListOf, Version
+from headrace.schemas.basics.bounds import ChosenName, ListOf, Token, Version
 from headrace.schemas.chunks.task import check_values
 from headrace.schemas.errors import EncodeError
 from headrace.schemas.frames.wire import MessageKind
@@ -38,6 +38,8 @@ class TeacherHello(Message):
 
     KIND = MessageKind.HELLO
     role: Literal["teacher"] = "teacher"
+    token: Token
+    """Names this teacher, so that a repeated HELLO is answered with the same epoch."""
     fleet_id: ChosenName = ""
     """Empty: any fleet that this broker serves."""
 

@@ -36,8 +36,9 @@ from headrace.schemas.chunks.spaces import (
     leaf_shape,
     leaves,
 )
+from headrace.schemas.chunks.task import spread
 from headrace.schemas.frames.wire import Buffer, decode
-from headrace.schemas.messages import Message
+from headrace.schemas.messages import Message, WeightedTask
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -185,6 +186,8 @@ def sample_model(model: type[M], seed: str = "") -> M:
     values = {}
     for name, field in model.model_fields.items():
         values[name] = _value(field.annotation, field.metadata, random.Random(f"{seed}{model.__name__}.{name}"))
+    if model is WeightedTask:
+        values["values"] = {"level": 3, "gravity": spread(0.5, 2.0)}
     return model.model_validate(values)
 
 

@@ -25,6 +25,7 @@ from headrace.deploy.report.audit import find_books
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.redis_server import check_url
 from headrace.deploy.run.redis_view import FleetView, Snapshot
+from headrace.learner_stub import TaskPublisher
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.figures import GAUGE_TABLE, RESTARTS, WORKER_TABLE
 from headrace.schemas.accounts.ledger import LedgerRow
@@ -90,6 +91,8 @@ def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path, monk
         fleet.wait_until(lambda: 0 in seen().folded, "the first life to be folded")
         fleet.wait_until(lambda: seen().policies.keys() == {"short", "long"}, "returns of both policies")
         fleet.wait_until(lambda: (fleet.run_dir / "learner.checkpoint").exists(), "a checkpoint")
+        with TaskPublisher.of(fleet.run_dir) as teacher:
+            teacher.publish({})
         url, fleet_id = find_books(fleet.run_dir)
         types: dict[keys.Key | None, str] = {}
         with redis.Redis.from_url(url) as client:

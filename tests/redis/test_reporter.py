@@ -108,6 +108,7 @@ def test_the_reporter_writes_exactly_the_brokers_keys_of_the_table(
             metrics={"goals": LoggedMetric(reduce="sum", value=1.0)},
             metric_sums={"past": SumsOfLife(sums={"goals": 1.0})},
             env_errors={"others": {"kind": "others", "count": 1}},
+            tasks={"newest": "{}"},
             events=[{"a": 1}],
         )
     )

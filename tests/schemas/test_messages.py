@@ -206,6 +206,7 @@ BOUNDED_BY_THE_MESSAGE = {
     "OpenEpisodes": "agents modules columns rows",
     "Reject": "code detail",
     "Status": "spaces waiting_for",
+    "WeightedTask": "values",
     "WeightsHeader": "digest",
     "WeightsPart": "frame_sizes",
     "WorkerHello": "host spaces",

@@ -13,10 +13,12 @@ from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.batches.source import Source, StoredBatch
 from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.messages import (
     Bye,
     Commit,
+    Heartbeat,
     LearnerHello,
     LearnerRow,
     LearnerRows,
@@ -39,6 +41,7 @@ class Witness(BrokerObserver):
     def __init__(self) -> None:
         self.heard: list[Heard] = []
         self.rows: list[int] = []
+        self.beats: list[Version | None] = []
         self.ticks: list[float] = []
 
     def accepted(self, source: Source, held: StoredBatch, told: BatchHeader | Skip) -> None:
@@ -53,6 +56,9 @@ class Witness(BrokerObserver):
     def ended(self, source: Source) -> None:
         assert source.ended
         self.heard.append(("ended", source.slot, source.incarnation))
+
+    def reported(self, source: Source) -> None:
+        self.beats.append(source.figures.beat.tasks)
 
     def logged(self, rows: Sequence[LearnerRow]) -> None:
         self.rows += [row.number for row in rows]
@@ -158,6 +164,13 @@ def test_an_observer_hears_each_row_of_the_lease_holder_once() -> None:
     assert fleet.witness.rows == [1, 2, 3]
 
 
+def test_an_observer_hears_each_heartbeat_of_a_worker_that_is_known() -> None:
+    fleet, beat = Fleet(), Heartbeat(slot=0, incarnation=1, totals=_totals(0), tasks=(1, 2))
+    for peer in (WORKER, b"stranger", WORKER):
+        fleet.core.receive(peer, beat, 0.0)
+    assert fleet.witness.beats == [(1, 2), (1, 2)]
+
+
 def test_observers_hear_time_and_one_that_overrides_nothing_is_an_observer() -> None:
     fleet = Fleet()
     fleet.core.observers.insert(0, BrokerObserver())
@@ -173,5 +186,5 @@ def test_every_hook_is_called_by_the_broker(root: Path) -> None:
     """A hook that nothing calls would be a feature that never works."""
     code = "".join(path.read_text() for path in (root / "broker").rglob("*.py"))
     hooks = [name for name in vars(BrokerObserver) if not name.startswith("_")]
-    assert hooks == ["accepted", "settled", "ended", "published", "logged", "tick", "close"]
+    assert hooks == ["accepted", "settled", "ended", "reported", "published", "logged", "tick", "close"]
     assert [name for name in hooks if f"observer.{name}(" not in code] == []

@@ -28,6 +28,7 @@ from headrace.schemas.messages import (
     Message,
     Reject,
     Skip,
+    Tasks,
     WeightsRefusal,
     WorkerHello,
     WorkerWelcome,
@@ -70,6 +71,9 @@ class WorkerSession:
         """The newest version that the broker has announced."""
         self.refused: WeightsRefusal | None = None
         """The newest version that this worker could not load."""
+        self.tasks: Tasks | None = None
+        self.tasks_in_use: Version | None = None
+        """The newest tasks from the broker are `tasks`. The runner's next resets take those of this version."""
         self.totals = WorkerTotals()
         self.env_failures: tuple[int, str] = (0, "")
         """Failures of this worker's envs, and the newest in words."""
@@ -124,6 +128,7 @@ class WorkerSession:
             Ack: self._on_ack,
             Fenced: self._on_fenced,
             Reject: self._on_reject,
+            Tasks: self._on_tasks,
         }
 
     @property
@@ -329,6 +334,7 @@ class WorkerSession:
             env_call=self.env_call[:MOST_SHORT_DETAIL],
             ports=self.ports,
             window=(len(self._window), self._window.nbytes),
+            tasks=self.tasks_in_use,
             **self._figures,
         )
 
@@ -405,6 +411,10 @@ class WorkerSession:
             self._settle(fenced.settled)
             self.accepted = max(self.accepted, fenced.accepted, fenced.settled.seq)
         self.state, self.refusal = SessionState.FENCED, ("fenced", fenced.detail)
+
+    def _on_tasks(self, tasks: Tasks, now: float) -> None:
+        if self.tasks is None or tasks.version > self.tasks.version:
+            self.tasks = tasks
 
     def _on_reject(self, reject: Reject, now: float) -> None:
         if reject.seq:

@@ -433,10 +433,11 @@ class Worker:
         delivery.done()
 
     def _apply_weights(self) -> bool:
-        """Use the newest collected weights. Return whether any weights are in use.
+        """Use the newest collected weights, and the newest tasks. Return whether any weights are in use.
 
         The worker refuses weights that do not fit, reports that to the learner, and keeps its own.
         """
+        self._apply_tasks()
         newer = self.weights.take()
         if newer is not None and newer.version > self.session.weights:
             try:
@@ -447,6 +448,12 @@ class Worker:
             else:
                 self._use(newer)
         return self.session.weights != (0, 0)
+
+    def _apply_tasks(self) -> None:
+        tasks, session = self.session.tasks, self.session
+        if tasks is not None and tasks.version != session.tasks_in_use:
+            self.runner.set_tasks(tasks)
+            session.tasks_in_use = tasks.version
 
     def _use(self, newer: WeightsVersion) -> None:
         self.session.weights, self.session.refused = newer.version, None
@@ -479,6 +486,7 @@ class Worker:
                 raise StoppedError(_FLEET_ENDED)
             self._shipper.record()
             self._pump(0.05)
+            self._apply_tasks()
             waiting_for = f"{what} (held up by: {self._held_up_by(whom)})"
             if self._served is not None:
                 self._served.waiting_for = waiting_for

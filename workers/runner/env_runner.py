@@ -20,6 +20,7 @@ from headrace.schemas.accounts.worker_figures import TimePart
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import CallbackError, HeadraceError, ModuleError, missing_env_error
+from headrace.schemas.messages import Tasks
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvHostsHere
@@ -94,6 +95,8 @@ class EnvRunner(ABC, Generic[Batch]):
         """Module id -> the policy's module; None where its builder raised NotImplementedError."""
         self.steps_elsewhere: int | None = None
         """Number of known env steps of the fleet that other runners made; None without a fleet."""
+        self.tasks: Tasks | None = None
+        """The newest tasks, which next resets take."""
         torch.set_num_threads(config.torch_threads)
         self._read_policies()
         self._make_parts()
@@ -482,6 +485,10 @@ class EnvRunner(ABC, Generic[Batch]):
         `weights_version` always names the weights in use.
         """
         self._state.set_weights(state, Version(learner_epoch, seq, digest))
+
+    def set_tasks(self, told: Tasks) -> None:
+        """Keep these tasks for the next resets."""
+        self.tasks = told
 
     def get_state(self, components: Wanted = None, not_components: Wanted = None) -> dict[str, Any]:
         """Return this runner's state as plain values and arrays. `set_state` of another runner continues from it.

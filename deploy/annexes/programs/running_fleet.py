@@ -40,11 +40,11 @@ from headrace.schemas.peers.fleet_address import RunDirAddresses, await_address
 from headrace.workers.envs.creators import registered_creator
 
 if TYPE_CHECKING:  # a program that only reads the stream needs no torch
-    from headrace.learner_stub import EpisodeStream, WeightPublisher
+    from headrace.learner_stub import EpisodeStream, TaskPublisher, WeightPublisher
 
 log = logging.getLogger("headrace.fleet")
 
-_Connection = TypeVar("_Connection", "EpisodeStream", "WeightPublisher")
+_Connection = TypeVar("_Connection", "EpisodeStream", "TaskPublisher", "WeightPublisher")
 
 INSIDE = "HEADRACE_STARTED_BY"
 """Variable of all processes of such a fleet. Its value is the program's process id."""
@@ -126,7 +126,7 @@ class RunningFleet:
     def __init__(self, path: Path, options: list[str], folders: list[str]) -> None:
         self.path = path
         """The run directory, for `headrace why`, `headrace audit` and others."""
-        self._connections: list[weakref.ref[EpisodeStream] | weakref.ref[WeightPublisher]] = []
+        self._connections: list[weakref.ref[EpisodeStream | TaskPublisher | WeightPublisher]] = []
         self._has_told = False
         self._errors: list[str] = []
         self.summary: dict[str, Any] = {}
@@ -171,8 +171,14 @@ class RunningFleet:
 
         return self._opened(WeightPublisher, options)
 
+    def tasks(self, **options: Any) -> TaskPublisher:
+        """Return a publisher of tasks to the workers, with `options` of `TaskPublisher`."""
+        from headrace.learner_stub import TaskPublisher
+
+        return self._opened(TaskPublisher, options)
+
     def close(self) -> None:
-        """Close what `stream` and `weights` opened, drain the fleet and stop it. A second call does nothing.
+        """Close what `stream`, `weights` and `tasks` opened, drain the fleet and stop it. A second call does nothing.
 
         Raises `FleetError` with what `headrace up` says where the fleet has failed, or its books do not balance.
         """
