@@ -12,7 +12,7 @@ from golden_samples import SPACES, header_of, make_batch
 
 from headrace.learner_stub.rollouts.rollout import chosen
 from headrace.learner_stub.streaming.continuity import SourceEpisodes
-from headrace.schemas.chunks.batch import ChunkBatch, encode_batch
+from headrace.schemas.chunks.batch import OFF_POLICY, ChunkBatch, encode_batch
 from headrace.schemas.chunks.chunk import ChunkEnd, to_episode
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.chunks.task import Task, groups_of, stamps
@@ -159,3 +159,20 @@ def test_a_source_forgets_the_tasks_of_episodes_that_are_over() -> None:
         batch.table["id_low"] += 100 * i
         source.take(batch)
     assert len(source._tasks) < 20
+
+
+def test_a_marker_of_an_episode_that_began_in_a_gap_has_the_task_of_its_chunk() -> None:
+    source = SourceEpisodes(gap_reason="lost")
+    batch = one_module(batch_of([EASY, None, HARD], (2, 3, 1), [ChunkEnd.ONGOING] * 3))
+    batch.table["chunk_index"] = 4
+    found = source.take(batch)
+    assert found.markers is not None
+    assert tasks_in(found.markers) == [EASY, None, HARD]
+    assert tasks_in(found.batch) == []
+
+
+def test_runs_of_steps_that_a_policy_chose_keep_the_task_of_their_chunk() -> None:
+    batch = batch_of([EASY, None, HARD], (4, 3, 1), [ChunkEnd.ONGOING] * 3)
+    logged = np.array([False, True, False, False, True, True, True, False])
+    runs = chosen(replace(batch, columns={**batch.columns, OFF_POLICY: logged}))
+    assert tasks_in(runs) == [EASY, EASY, HARD]

@@ -15,6 +15,7 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.messages import Tasks, WeightedTask
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.adapters.gym_vector_env import GymVectorEnv
+from headrace.workers.callbacks import RunnerCallback
 from headrace.workers.envs.remote.env_messages import EnvHostHello
 from support.envs.tasked import NONE, Optioned, Pair, Taught, listed, runner, wrapped
 from support.fleets.env_hosts import EnvHosts
@@ -289,3 +290,26 @@ def test_options_of_a_gym_vector_are_the_task_of_all_envs(env: Any) -> None:
     with pytest.raises(ValueError, match="no finite number"):
         envs.reset(options={"level": float("nan")})
     envs.close()
+
+
+class Switching(RunnerCallback):
+    """Sets other tasks when the 4th episode has ended: processes have reset its env by then, with the old task."""
+
+    sampler: Any = None
+    ended = 0
+
+    def on_episode_end(self, **_: Any) -> None:
+        Switching.ended += 1
+        if Switching.ended == 4:
+            Switching.sampler.set_tasks(told(2, 8.0))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("settings", [{}, IN_PROCESSES], ids=["inline", "processes"])
+def test_a_reset_ahead_with_an_older_task_is_done_again(settings: dict[str, Any]) -> None:
+    Switching.ended = 0
+    Switching.sampler = sampler = runner(f"{HERE}:Taught", callbacks=[Switching], **settings)
+    chunks = sample(sampler, told(1, 3.0), 6)
+    assert set(check(chunks)) == {3.0, 8.0}
+    begun = sorted((c.env_index, c.episode_id, c.task.version[1]) for c in chunks if c.task and not c.chunk_index)
+    assert [version for *_, version in begun].count(1) <= 6, "no episode begins with the old task after the switch"
