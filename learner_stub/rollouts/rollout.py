@@ -120,7 +120,8 @@ def on_policy(batch: ChunkBatch) -> ChunkBatch:
     table["episode_length"] -= batch.offsets[chunks + 1] - stops
     table["length"], table["lookback"] = stops - starts, 0
     table["end"] = np.where(stops == batch.offsets[chunks + 1], table["end"], ChunkEnd.ONGOING)
-    return replace(batch, table=table, columns=columns, infos={}, order=None)
+    task_of = None if batch.task_of is None else batch.task_of[chunks]
+    return replace(batch, table=table, columns=columns, infos={}, order=None, task_of=task_of)
 
 
 def _runs(

@@ -29,6 +29,7 @@ from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.chunks.open_episodes import OpenEpisodes, in_order, index_of, is_open, open_episodes, stops
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
+from headrace.schemas.chunks.task import Task, stamps
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.manifest import ALLOWED_DTYPES
 from headrace.schemas.messages import SourceEnd
@@ -85,6 +86,8 @@ class SourceEpisodes:
         """Modules whose episodes of `_before` are in `_open`."""
         self._templates: dict[str, ChunkBatch] = {}
         """By module: a batch of no chunks with its spaces and columns, from which markers are made."""
+        self._tasks: dict[tuple[int, int], Task] = before.tasks_by_episode() if before is not None else {}
+        """The tasks of episodes that may be open."""
         if before is not None:
             for chunk in before.chunks():
                 if chunk["end"] == ChunkEnd.ABORTED:
@@ -112,10 +115,14 @@ class SourceEpisodes:
         # All rows of a source with one player are in column 0.
         columns = ordered["agent"] if len(self._players) > 1 else 0
         self._open.view(_WHOLE)[ordered["env_index"], columns] = ordered.view(_WHOLE)
+        if batch.task_of is not None:
+            self._note_tasks(batch)
 
     def filter(self, batch: ChunkBatch) -> FilteredBatch:
         """Keep the chunks of a batch after a gap that continue or begin an episode; leave out the others."""
         rows = self._rows(batch)
+        if batch.task_of is not None:
+            self._note_tasks(batch)
         self._resume(batch.modules[0])
         keep = np.ones(len(batch), np.bool_)
         aborted: list[np.void] = []
@@ -178,7 +185,20 @@ class SourceEpisodes:
                     chunk["agent"], chunk["module"] = index_of(agent, agents), index_of(module, modules)
                     kept.append(i)
             newest, columns = np.concatenate([newest, older[kept]]), {**self._before.columns, **columns}
-        return open_episodes(newest, agents, modules, columns) if len(newest) else None
+        tasks = [self._tasks.get(_episode(row)) for row in newest] if self._tasks else []
+        return open_episodes(newest, agents, modules, columns, tasks) if len(newest) else None
+
+    def _note_tasks(self, batch: ChunkBatch) -> None:
+        """Keep the tasks of a batch's episodes. Forget those of episodes that are over, from time to time."""
+        assert batch.task_of is not None, "the caller has looked"
+        if len(self._tasks) > 2 * self._open.size + len(batch):
+            rows = self._open.ravel() if self._before is None else np.append(self._open, self._before.chunks())
+            known = set(zip(rows["id_high"].tolist(), rows["id_low"].tolist(), strict=True))
+            self._tasks = {episode: task for episode, task in self._tasks.items() if episode in known}
+        ids = zip(batch.table["id_high"].tolist(), batch.table["id_low"].tolist(), strict=True)
+        for episode, number in zip(ids, batch.task_of.tolist(), strict=True):
+            if number:
+                self._tasks[episode] = batch.tasks[number - 1]
 
     def _place(self, told: OpenEpisodes, chunk: np.void) -> tuple[int, int]:
         """Return env and player of a row of `told`."""
@@ -283,14 +303,18 @@ class SourceEpisodes:
         table["end"] = ChunkEnd.ABORTED
         table["reason"] = 1
         agents = [names[player] for player in players]
-        return replace(self._templates[module_id], table=table, agents=agents, reasons=("", reason))
+        tasks, task_of = stamps([self._tasks.get(_episode(row)) for row in table]) if self._tasks else ((), None)
+        reasons = ("", reason)
+        template = self._templates[module_id]
+        return replace(template, table=table, agents=agents, reasons=reasons, tasks=tasks, task_of=task_of)
 
 
 def _empty(batch: ChunkBatch) -> ChunkBatch:
     # New arrays: even a view of no rows would keep the whole message in memory.
     columns = {name: np.empty((0, *column.shape[1:]), column.dtype) for name, column in batch.columns.items()}
     table = np.empty(0, CHUNK_TABLE)
-    return replace(batch, table=table, columns=columns, infos={}, seq=0, order=None, connector_update={})
+    own: dict[str, Any] = {"table": table, "columns": columns, "tasks": (), "task_of": None}
+    return replace(batch, **own, infos={}, seq=0, order=None, connector_update={})
 
 
 def _template(end: SourceEnd, module_id: str, spaces: Spaces, told: Mapping[str, Any]) -> ChunkBatch:

@@ -50,6 +50,7 @@ from headrace.schemas.chunks.chunk import (
 )
 from headrace.schemas.chunks.episodes import Episodes, episodes_of
 from headrace.schemas.chunks.spaces import Space, nest
+from headrace.schemas.chunks.task import Task, TaskJson
 from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode
 
@@ -118,6 +119,10 @@ class BatchHeader(BaseModel):
         ListOf[Annotated[tuple[ChosenName, float, Natural], Strict(False)]], Field(max_length=MOST_ENDED)
     ] = Field(default_factory=list)
     """(module, return, agent steps) of agents that ended since the last batch and whose steps stay with the worker."""
+    tasks: ListOf[TaskJson] = Field(default_factory=list)
+    """The distinct tasks of the episodes in this batch."""
+    task_of: ListOf[Natural] = Field(default_factory=list)
+    """Of each chunk the index of its task + 1, or 0 for none; empty if no chunk has a task."""
     totals: WorkerTotals
     """The worker's running totals right after it cut this batch."""
 
@@ -149,6 +154,9 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     """
     newest: tuple[int, int] = (0, 0)
     """Newest weights version (learner_epoch, seq) published when the batch was handed out, from which `lag` counts."""
+    tasks: Sequence[Task] = ()
+    task_of: NDArray[np.int32] | None = None
+    """Of each chunk, in column order, its task's index in `tasks` + 1, or 0 for none. None: no chunk has a task."""
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
@@ -238,7 +246,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
         columns, states, _ = self._apart
         views = {n: c[rows] if is_obs_column(n) else c[steps] for n, c in columns.items()}
         t_start, length = int(row["t_start"]), int(row["length"])
-        env_t = views.get("env_t")
+        env_t, task = views.get("env_t"), 0 if self.task_of is None else int(self.task_of[i])
         return EpisodeChunk(
             episode_id=format_episode_id(int(row["id_high"]), int(row["id_low"])),
             chunk_index=int(row["chunk_index"]),
@@ -266,6 +274,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             weights_digest=self.weights_digest,
             episode_return=float(row["episode_return"]),
             episode_length=int(row["episode_length"]),
+            task=self.tasks[task - 1] if task else None,
         )
 
     def _lookback(self, i: int, t_start: int) -> Lookback | None:
@@ -317,7 +326,22 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             columns={n: c[np.repeat(keep, np.diff(self.offsets_of(n)))] for n, c in self.columns.items()},
             infos={new: self.infos[old] for new, old in enumerate(np.flatnonzero(keep).tolist()) if old in self.infos},
             order=None,
+            **self._tasks_of(keep),
         )
+
+    def _tasks_of(self, keep: NDArray[np.bool_]) -> dict[str, Any]:
+        if self.task_of is None:
+            return {}
+        used, numbers = np.unique(np.append(0, self.task_of[keep]), return_inverse=True)
+        return {"tasks": [self.tasks[i - 1] for i in used[1:].tolist()], "task_of": numbers[1:].astype(np.int32)}
+
+    def by_task(self) -> list[tuple[Task | None, ChunkBatch]]:
+        """Split the batch by the task of its chunks. The first part keeps what the connectors learnt."""
+        if self.task_of is None:
+            return [(None, self)]
+        numbers = np.unique(self.task_of).tolist()
+        parts = [(self.tasks[i - 1] if i else None, self.select(self.task_of == i)) for i in numbers]
+        return [(task, replace(part, connector_update={}) if i else part) for i, (task, part) in enumerate(parts)]
 
     def halves(self) -> list[ChunkBatch]:
         """Split the batch in two, in column order; each half has its own infos.
@@ -339,14 +363,15 @@ def _running(counts: NDArray[Any]) -> NDArray[np.int64]:
     return steps.cumsum()
 
 
-_OFTEN_EMPTY = ("agent_returns", "agent_lengths", "aborted", "frozen_agents")
+_OFTEN_EMPTY = ("agent_returns", "agent_lengths", "aborted", "frozen_agents", "tasks", "task_of")
+_MOST_TASKS_BYTES = DEFAULT_LIMITS.header_bytes // 2
 
 
 def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = False) -> list[Buffer]:
     """Return the frames of a BATCH message. Large arrays are not copied. `compressed` is as of `wire.encode`.
 
-    Raises `EncodeError` as `encode` does, and for infos that are not JSON. Raises `InfosTooLargeError` for too many
-    bytes of infos.
+    The header's tasks are those of the batch. Raises `EncodeError` as `encode` does, and for infos that are not JSON.
+    Raises `InfosTooLargeError` for too many bytes of infos or of tasks.
     """
     if reserved := [name for name in batch.columns if name.startswith("_")]:
         raise EncodeError(f"column {reserved[0]!r}: names that begin with an underscore are the codec's own")
@@ -356,6 +381,10 @@ def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = F
     for name, array in batch.connector_update.items():
         arrays[CONNECTOR_UPDATE + name] = array
     fields = {**vars(header), "totals": vars(header.totals)}  # what `model_dump` returns, in a fifth of its time
+    if batch.task_of is not None:
+        fields["tasks"], fields["task_of"] = [task.as_json() for task in batch.tasks], batch.task_of.tolist()
+        if (size := len(orjson.dumps(fields["tasks"]))) > _MOST_TASKS_BYTES:
+            raise InfosTooLargeError(size, _MOST_TASKS_BYTES, "tasks")
     for name in _OFTEN_EMPTY:
         if not fields[name]:
             del fields[name]

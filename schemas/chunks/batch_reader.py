@@ -22,6 +22,7 @@ from headrace.schemas.chunks.batch import (
 )
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, LOOKBACK, ChunkEnd
 from headrace.schemas.chunks.spaces import Space, column_dtype, leaf_shape, leaves
+from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, WireLimits, decode_arrays
 
@@ -75,7 +76,10 @@ class BatchReader:
         arrays = decode_arrays(unread.raw_header, unread.frames, self._limits)
         raw, columns, further = _split(arrays)
         looks_back = _check_table(raw, header)
-        table = raw.view(CHUNK_TABLE)
+        table, task_of = raw.view(CHUNK_TABLE), header.task_of
+        if task_of and (len(task_of) != len(table) or max(task_of) > len(header.tasks)):
+            what = f"{len(task_of)} numbers up to {max(task_of)} of {len(header.tasks)} tasks"
+            raise DecodeError("bad_tasks", f"{what}, for {len(table)} chunks")
         batch = ChunkBatch(
             table=table,
             columns=columns,
@@ -92,6 +96,8 @@ class BatchReader:
             weights_digest=header.weights_digest,
             connector_update=_without_prefix(CONNECTOR_UPDATE, further) if len(further) > 1 else {},
             newest=newest,
+            tasks=[Task(*told) for told in header.tasks],
+            task_of=np.array(header.task_of, np.int32) if header.task_of else None,
         )
         if (batch.steps, len(batch)) != (header.steps, header.chunks):
             counts, told = (batch.steps, len(batch)), (header.steps, header.chunks)

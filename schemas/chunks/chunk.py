@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import ChunkError
 
 
@@ -144,6 +145,8 @@ class EpisodeChunk:
     weights_digest: str = ""
     episode_return: float = 0.0
     episode_length: int = 0
+    task: Task | None = None
+    """The task of the whole episode, in force since its reset; None if it began without one."""
 
     def __len__(self) -> int:
         return len(self.rewards)

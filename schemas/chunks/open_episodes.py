@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict
 
 from headrace.schemas.basics.bounds import ListOf
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
+from headrace.schemas.chunks.task import Task, TaskJson
 from headrace.schemas.errors import DecodeError
 
 OPEN_EPISODE = np.dtype([("chunk", CHUNK_TABLE), ("since", "<u8"), ("until", "<u8")])
@@ -38,6 +40,8 @@ class OpenEpisodes(BaseModel):
     """By module and name."""
     rows: str
     """`OPEN_EPISODE` rows in base64. Agents and modules of their chunks are indices into the lists here."""
+    tasks: ListOf[TaskJson | None] = []
+    """The task of each row; empty if none has one."""
 
     def chunks(self) -> NDArray[np.void]:
         """Return the newest chunk of each episode, as a copy. Raises `DecodeError`."""
@@ -50,15 +54,25 @@ class OpenEpisodes(BaseModel):
             raise DecodeError("bad_message", "an open episode is of an agent or a module without a name")
         return chunks
 
+    def tasks_by_episode(self) -> dict[tuple[int, int], Task]:
+        """Return the tasks of the episodes that have one, by the two words of their ids. Raises as `chunks` does."""
+        rows = zip(self.chunks(), self.tasks, strict=False)  # a list that is too short leaves the others without
+        return {(int(row["id_high"]), int(row["id_low"])): Task(*told) for row, told in rows if told is not None}
+
 
 def open_episodes(
-    chunks: NDArray[np.void], agents: list[str], modules: list[str], columns: dict[str, Any]
+    chunks: NDArray[np.void],
+    agents: list[str],
+    modules: list[str],
+    columns: dict[str, Any],
+    tasks: Sequence[Task | None] = (),
 ) -> OpenEpisodes:
-    """Return the episodes with these newest chunks, as a checkpoint carries them."""
+    """Return the episodes with these newest chunks and their tasks, as a checkpoint carries them."""
     rows = np.zeros(len(chunks), OPEN_EPISODE)
     rows["chunk"] = chunks
     written = base64.b64encode(rows.tobytes()).decode()
-    return OpenEpisodes(agents=agents, modules=modules, columns=columns, rows=written)
+    told: Any = [task and task.as_json() for task in tasks if any(tasks)]
+    return OpenEpisodes(agents=agents, modules=modules, columns=columns, rows=written, tasks=told)
 
 
 def stops(table: NDArray[np.void], env_t: NDArray[Any] | None) -> NDArray[np.int64]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
+from pydantic import Strict
 
+from headrace.schemas.basics.bounds import Natural, Version
 from headrace.schemas.errors import EncodeError
+
+if TYPE_CHECKING:
+    from headrace.schemas.chunks.chunk import EpisodeChunk
 
 MOST_TASK_BYTES = 4096
 """Most bytes of one task as JSON."""
@@ -20,6 +27,10 @@ SPREAD = "spread"
 
 Over = Literal["fleet", "workers", "envs"]
 Scale = Literal["linear", "log"]
+TaskJson = Annotated[tuple[Version, dict[str, Any], Natural | None, Natural], Strict(False)]
+"""What `Task.as_json` returns; `Task(*told)` is the task again."""
+GroupId = tuple[tuple[int, int], int]
+"""(version, number of the group in it)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,42 @@ class Task:
     def as_json(self) -> list[Any]:
         """Return the task as it stands in the header of a batch."""
         return [list(self.version), dict(self.values), self.group, self.member]
+
+
+def stamps(tasks: Sequence[Task | None]) -> tuple[tuple[Task, ...], NDArray[np.int32] | None]:
+    """Return the distinct tasks, and each item's index in them + 1, or 0 for None. No array if no item has a task."""
+    if not any(tasks):
+        return (), None
+    keys = [b"" if task is None else orjson.dumps(task.as_json()) for task in tasks]
+    distinct = {key: task for key, task in zip(keys, tasks, strict=True) if task is not None}
+    numbers = {key: number for number, key in enumerate(distinct, start=1)}
+    return tuple(distinct.values()), np.array([numbers.get(key, 0) for key in keys], np.int32)
+
+
+def groups_of(
+    given: Iterable[EpisodeChunk | Iterable[EpisodeChunk]], size: int
+) -> tuple[dict[GroupId, list[list[EpisodeChunk]]], dict[GroupId, list[int]]]:
+    """Return the complete groups of `size` episodes in these chunks or batches, and what the other groups lack.
+
+    A complete group has the chunks of each member, by member. An incomplete one has the numbers of the missing members,
+    whose episodes are not over, were aborted, or failed at their reset. Of a member that has come twice, as from a
+    worker that was restarted, the first episode counts.
+    """
+    groups: dict[GroupId, dict[int, dict[str, list[EpisodeChunk]]]] = {}
+    for item in given:
+        for chunk in item if isinstance(item, Iterable) else (item,):
+            if chunk.task is not None and chunk.task.group is not None:
+                members = groups.setdefault((chunk.task.version, chunk.task.group), {})
+                members.setdefault(chunk.task.member, {}).setdefault(chunk.episode_id, []).append(chunk)
+    complete: dict[GroupId, list[list[EpisodeChunk]]] = {}
+    missing: dict[GroupId, list[int]] = {}
+    for group, members in groups.items():
+        over = {m: [own for own in ids.values() if any(chunk.is_done for chunk in own)] for m, ids in members.items()}
+        if lacking := [member for member in range(size) if not over.get(member)]:
+            missing[group] = lacking
+        else:
+            complete[group] = [over[member][0] for member in range(size)]
+    return complete, missing
 
 
 class Place(NamedTuple):

@@ -22,12 +22,12 @@ class EncodeError(HeadraceError):
 
 
 class InfosTooLargeError(EncodeError):
-    """A batch's infos are `nbytes` bytes of JSON; one message carries `limit` at most."""
+    """A batch's infos, or `what`, are `nbytes` bytes of JSON; one message carries `limit` at most."""
 
-    def __init__(self, nbytes: int, limit: int) -> None:
+    def __init__(self, nbytes: int, limit: int, what: str = "infos") -> None:
         self.nbytes, self.limit = nbytes, limit
         super().__init__(
-            f"a batch's infos have {nbytes} bytes of JSON; {limit} are allowed; "
+            f"a batch's {what} have {nbytes} bytes of JSON; {limit} are allowed; "
             "shorten rollout_fragment_length, drop values in the env, or set infos = 'none'"
         )
 

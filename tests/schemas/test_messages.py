@@ -183,7 +183,8 @@ def test_a_refusal_becomes_an_error_with_its_exit_code(code: str, exit_code: Exi
 BOUNDED_BY_THE_MESSAGE = {
     "Ack": "waiting_for",
     "AgentsStep": "reward info terminated truncated",
-    "BatchHeader": "weights_digest agents modules reasons episodes agent_returns agent_lengths aborted frozen_agents",
+    "BatchHeader": "weights_digest agents modules reasons episodes agent_returns agent_lengths aborted frozen_agents "
+    "tasks task_of",
     "Bye": "window counters",
     "ChunkShipment": "discarded untrained episodes",
     "ClientPart": "frame_sizes",
@@ -194,7 +195,7 @@ BOUNDED_BY_THE_MESSAGE = {
     "EnvHeartbeat": "under_way",
     "EnvHostBye": "reason",
     "EnvHostHello": "spaces env host",
-    "EnvOrders": "orders",
+    "EnvOrders": "orders tasks",
     "EpisodeStep": "reward info",
     "Fenced": "detail",
     "Heartbeat": "counters",
@@ -203,7 +204,7 @@ BOUNDED_BY_THE_MESSAGE = {
     "LearnerWelcome": "spaces",
     "LoggedMetric": "value",
     "Obituary": "window",
-    "OpenEpisodes": "agents modules columns rows",
+    "OpenEpisodes": "agents modules columns rows tasks",
     "Reject": "code detail",
     "Status": "spaces waiting_for",
     "WeightedTask": "values",

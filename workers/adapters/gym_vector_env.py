@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.messages import Tasks, WeightedTask
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import columns_of
 from headrace.workers.envs.error_text import brief
@@ -76,6 +77,7 @@ class GymVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         self.single_observation_space, self.single_action_space = envs.gym_spaces
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self._resets = 0
         self._same_step, self._is_begun = mode is AutoresetMode.SAME_STEP, False
         self._shown: dict[str, NDArray[Any]] = {}
         """The observations that the caller got last."""
@@ -94,11 +96,13 @@ class GymVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         """Begin an episode in every env: env i with `seed` + i, or `seed[i]`. Return (observations, infos).
 
         Without a seed, an env's first one is of `config.seed`, and later episodes go on with its own random numbers.
-        There are no `options`: they would not travel. Raises `ValueError` for bad seeds, else as `step`.
+        `options`, as JSON holds them, are the task of all envs until the next call: see `EnvRunner.set_tasks`. Raises
+        `ValueError` for bad seeds or options, else as `step`.
         """
         self._check_open()
-        if options:
-            raise ConfigError(f"do not travel to envs, got {brief(options)}; use env_config", key="options")
+        self._resets += 1
+        tasks = [WeightedTask(values=options)] if options else []
+        self._table.tasks.set(Tasks(version=(0, self._resets), tasks=tasks))
         for lane, own in zip(self._table.lanes, self._seeds_of(seed), strict=True):
             if own is not None:
                 lane.seeds.stream, lane.seeds.ahead = np.random.default_rng(own), [int(own)]

@@ -29,6 +29,7 @@ from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.recovery import LaneRecovery
 from headrace.workers.envs.rendering import render_at
 from headrace.workers.envs.sequential_step import Outcome
+from headrace.workers.envs.task_reset import reset_with
 from headrace.workers.policy.policies import PolicyMappingError
 
 _STEPPED = Outcome(np.empty(0), [], [])
@@ -160,12 +161,13 @@ class InlineAgents(AgentSource):
             lane = self.lanes[index]
             if lane.env is None:
                 continue
-            episode = lane.create_episode(lane.seeds.next(), MultiAgentEpisode)
+            episode = self._table.create_episode(lane, MultiAgentEpisode)
             try:
                 if self.on_episode_created is not None:
                     self.on_episode_created(lane, episode)
                 with self._table.totals.calls.of(UserCall.RESET, index):
-                    answer = lane.env.reset(seed=episode.reset_seed)
+                    values = None if episode.task is None else episode.task.values
+                    answer = reset_with(lane.env, episode.reset_seed, values)
                 first, episode.reset_info = read_reset(answer, self._seating.agents)
                 if self._table.config.infos == "all":
                     episode.reset_info = {agent: own_info(info) for agent, info in episode.reset_info.items()}

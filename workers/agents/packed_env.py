@@ -25,6 +25,7 @@ from headrace.workers.envs.checks import check_rewards, end_of
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env
 from headrace.workers.envs.spaces import spaces_of
+from headrace.workers.envs.task_reset import reset_with
 
 
 def build_any_env(creator: EnvCreator, context: EnvContext, several_agents: bool | None) -> tuple[Any, Spaces]:
@@ -52,8 +53,8 @@ class PackedEnv(gym.Env[Any, Any]):
         self._unseen = self.packing.pack_seen(blank, {}, {})
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset the env, and return a row and the infos."""
-        observations, infos = read_reset(self._env.reset(seed=seed), self.packing.agents)
+        """Reset the env, with a task in `options`, and return a row and the infos."""
+        observations, infos = read_reset(reset_with(self._env, seed, options), self.packing.agents)
         return self._unseen | self.packing.pack_seen(observations, {}, {}), self.packing.pack_infos(infos)
 
     def step(self, action: Any) -> Any:

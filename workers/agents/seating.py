@@ -81,7 +81,7 @@ class Seating:
             seen = f"{built_for}, {module.env_spaces!r:.200} and not {self.agent_spaces[agent]!r:.200}"
             raise PolicyMappingError(agent, seen, self.policies.specs)
         ids, start = (whole.env_index, whole.number, whole.seed), whole.started_at
-        episode = AgentEpisode(*ids, {}, start, trains=whole.trains, agent=str(agent), whole=whole)
+        episode = AgentEpisode(*ids, {}, start, trains=whole.trains, task=whole.task, agent=str(agent), whole=whole)
         return Seat(agent, module, module.row_of(whole.env_index, self.agents[agent]), episode)
 
     def seat_first(self, begun: Iterable[tuple[MultiAgentEpisode, AgentDict]]) -> None:

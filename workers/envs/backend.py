@@ -20,6 +20,7 @@ from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import EnvError
 from headrace.workers.envs.failures import Failure
 
@@ -78,6 +79,8 @@ class EnvBackend(Protocol):
     """The observation and action space of each env, as gymnasium has them."""
     observations: dict[str, NDArray[Any]]
     """The newest observation of each lane: "obs/..." -> (width, *shape). Valid until the lane is stepped or reset."""
+    tasks: dict[int, Mapping[str, Any]]
+    """Lane -> the values of the task for its resets."""
     replies_at_once: bool
     """True if each call has its reply in the next `step_wait`, so that no step is ever in flight."""
     resets_ahead: bool
@@ -92,6 +95,14 @@ class EnvBackend(Protocol):
 
     def env_at(self, lane: int) -> Any:
         """Return the lane's env, a placeholder where the env is out of reach, or None if the lane has none yet."""
+
+    def tell_tasks(self, tasks: Mapping[int, Task | None]) -> None:
+        """Reset these lanes, which have no order under way, with their tasks from now on."""
+        for lane, task in tasks.items():
+            if task is not None:
+                self.tasks[lane] = task.values
+            else:
+                self.tasks.pop(lane, None)
 
     def step_async(
         self, lanes: Sequence[int] | None, columns: Mapping[str, NDArray[Any]], next_seeds: NextSeeds | None = None

@@ -31,7 +31,9 @@ class DmEnv(gym.Env[Any, Any]):
         self.action_space = space_of(env.action_spec(), "action spec")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode. `seed` and `options` have no effect."""
+        """Begin an episode. `seed` has no effect. `options`, a task, needs a `set_task` of the env."""
+        if options:
+            self.env.set_task(options)
         return self._seen(self.env.reset()), {}
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:

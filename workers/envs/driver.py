@@ -44,6 +44,8 @@ class LaneDriver(Protocol):
     """Groups of lanes that act together once all live lanes of the group can. Empty: each lane acts when it can."""
     replies_at_once: bool = True
     """True if `poll` steps envs in this process, and does not wait for others."""
+    takes_tasks: bool = True
+    """False if the envs begin their episodes by themselves, or only all together."""
     on_rebuild: Callable[[], None] | None = None
     """Called before an env is rebuilt, which may take any time."""
     on_episode_created: Callable[[Lane, Episode], None] | None = None

@@ -15,6 +15,7 @@ import numpy as np
 
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.basics.printable import without_episode
+from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import (
     CallbackError,
     EnvContractError,
@@ -63,6 +64,8 @@ class Failure:
     """The episode that was created for a reset that failed."""
     hint: str = ""
     """In words, that its action was outside the env's space."""
+    task: Task | None = None
+    """The task of a reset ahead that failed, before there was an episode for it."""
     view: Any = None
     """The sampler's view of the open episode, if a callback is to see it."""
 

@@ -26,6 +26,7 @@ from headrace.workers.envs.ownership import free
 from headrace.workers.envs.rendering import render_at
 from headrace.workers.envs.sequential_step import Outcome, step_all
 from headrace.workers.envs.spaces import spaces_of
+from headrace.workers.envs.task_reset import reset_with
 
 if TYPE_CHECKING:
     from headrace.workers.envs.vector_env import UserVectorEnvs
@@ -109,6 +110,7 @@ class InlineEnvs(EnvBackend):
         self.width = len(table.lanes)
         self._table, self._calls = table, table.totals.calls
         self._vector = vector
+        self.tasks = {}
         self._tell = own_info if table.config.infos == "all" else None
         self._asked: Sequence[EnvSlot] = ()
         """Slots that are to step."""
@@ -176,7 +178,7 @@ class InlineEnvs(EnvBackend):
         """Reset the lane's env now."""
         try:
             with self._calls.of(UserCall.RESET, lane):
-                answer = self._envs.slots[lane].env.reset(seed=seed)
+                answer = reset_with(self._envs.slots[lane].env, seed, self.tasks.get(lane))
             observation, info = take_reset_apart(answer)
             if info and self._tell is not None:
                 info = self._tell(info)

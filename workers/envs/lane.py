@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.chunk import UNSEEDED
+from headrace.schemas.chunks.task import Task
 from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S
 from headrace.workers.envs.restarts import RestartBudget
 from headrace.workers.randomness.seeds import EPISODE_BITS, EnvSeeds, check_array, read_streams, write_streams
@@ -44,6 +45,8 @@ class Episode:
     """False: its steps are counted, but no learner gets them."""
     last_steps: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Columns of the last steps before the last cut, at most `episode_lookback_horizon`."""
+    task: Task | None = None
+    """The task with which the env was reset."""
 
     @property
     def reset_seed(self) -> int | None:
@@ -159,6 +162,8 @@ def read_lanes(lanes: Sequence[Lane], unstepped: Sequence[bool]) -> dict[str, An
     ahead, numbers = [], []
     for lane, is_unstepped in zip(lanes, unstepped, strict=True):
         episode = lane.episode if is_unstepped and lane.episode and lane.episode.reset_seed is not None else None
+        if episode is not None and episode.task is not None and episode.task.group is not None:
+            episode = None  # its seed is the group's, not the lane's
         ahead.append([*lane.seeds.ahead, episode.seed] if episode is not None else lane.seeds.ahead)
         numbers.append(lane.episodes_begun if episode is None else episode.number)
     return {

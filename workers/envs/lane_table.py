@@ -8,10 +8,11 @@ from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.lane import Lane
+from headrace.workers.envs.lane import AnyEpisode, Lane
 from headrace.workers.envs.restarts import RestartBudget
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.randomness.seeds import EnvSeeds, SeedTree
+from headrace.workers.randomness.tasks import TaskDraws
 
 WAIT_SLICE_S = 0.02
 """The longest sleep between two calls of `on_wait`, in seconds."""
@@ -40,6 +41,7 @@ class LaneTable:
             )
             for i, stream in enumerate(seeds.resets)
         ]
+        self.tasks = TaskDraws(config, worker_index, seeds)
         self.failed: list[Failure] = []
         """Failures that wait for `try_restart`."""
         self.started: list[int] = []
@@ -62,7 +64,17 @@ class LaneTable:
     def take_started(self) -> list[int]:
         """Return the lanes that began an episode since the last call."""
         started, self.started = self.started, []
+        self.tasks.note_begun(started)
         return started
+
+    def create_episode(self, lane: Lane, kind: type[AnyEpisode]) -> AnyEpisode:
+        """Return the episode that the lane's next reset begins, with its seed and task; see `Lane.create_episode`."""
+        if not self.tasks:
+            return lane.create_episode(lane.seeds.next(), kind)
+        seed, task, self.tasks.begun[lane.index] = self.tasks.peek(lane.index, lane.episodes_begun)
+        episode = lane.create_episode(lane.seeds.next() if seed is None else seed, kind)
+        episode.task = task
+        return episode
 
     def next_due_s(self) -> float | None:
         """Return the seconds until a waiting lane may be rebuilt, or None if no lane waits."""

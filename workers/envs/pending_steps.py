@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import EnvError
 from headrace.workers.envs.backend import EnvBackend, NextSeeds, PoolBackend, Replies
 from headrace.workers.envs.failures import Failure
@@ -31,8 +32,10 @@ class SetAside:
     """Replies that came while the vector waited for something else."""
 
     def __init__(self, table: LaneTable) -> None:
-        self.ahead: dict[int, tuple[int | None, dict[str, Any]]] = {}
-        """Lane -> (seed, info) of a reset that is done, for an episode that has not begun."""
+        self.ahead: dict[int, tuple[int | None, Task | None, dict[str, Any]]] = {}
+        """Lane -> (seed, task, info) of a reset that is done, for an episode that has not begun."""
+        self.ordered: dict[int, tuple[int | None, Task | None]] = {}
+        """Lane -> (seed, task) of the reset that its newest step orders, of lanes with tasks."""
         self.lost: dict[int, Failure] = {}
         """Failures of lanes that had nothing to do. The next step or reset of the lane tells them."""
         self.coming: dict[int, Episode | None] = {}
@@ -49,13 +52,15 @@ class SetAside:
             if index in self.coming:
                 self.arrived.append((index, info))
             elif index not in but:
-                self.ahead[index] = self._table.lanes[index].seeds.peek(), info
+                known = self.ordered.pop(index, None) or (self._table.lanes[index].seeds.peek(), None)
+                self.ahead[index] = *known, info
         for failure in replies.failures:
             if failure.lane in self.coming:
                 failure.unbegun = self.coming.pop(failure.lane)
                 self._table.failed.append(failure)
             elif failure.lane not in but:
                 self.lost[failure.lane] = failure
+                failure.task = self.ordered.get(failure.lane, (None, None))[1]
 
 
 def hear(backend: EnvBackend, on_wait: OnWait) -> Replies:
@@ -98,7 +103,15 @@ class Steps(ABC):
         """Return the results of the steps."""
 
     def _seeds_of(self, lanes: Sequence[int]) -> NextSeeds:
-        return {lane: self._table.lanes[lane].seeds.peek() for lane in lanes}
+        """Return the seeds for resets of lanes whose step ends their episode, and tell the backend their tasks."""
+        own, draws, ordered = self._table.lanes, self._table.tasks, self._aside.ordered
+        if not (draws or ordered or self._backend.tasks):
+            return {lane: own[lane].seeds.peek() for lane in lanes}
+        for lane in lanes:
+            seed, task, _ = draws.peek(lane, own[lane].episodes_begun)
+            ordered[lane] = own[lane].seeds.peek() if seed is None else seed, task
+        self._backend.tell_tasks({lane: ordered[lane][1] for lane in lanes})
+        return {lane: (ordered[lane] if draws else ordered.pop(lane))[0] for lane in lanes}
 
     @property
     def under_way(self) -> set[int]:

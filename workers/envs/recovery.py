@@ -161,6 +161,11 @@ def _is_mended_at_once(
     """
     lane.due_at = now  # if this raises, the next `revive` tries again
     failure.note(table.totals.failure_groups, table.config.env)
+    task = failure.task or (failure.unbegun.task if failure.unbegun is not None else None)
+    if task is not None and failure.is_of_env and failure.at == "reset":
+        failure.hint = f"its task was {dict(task.values)!r}"
+        table.tasks.note_begun(table.started)
+        table.tasks.refuse(lane.index, task)
     if failure.is_of_env:
         table.totals.env_failures += 1
         table.totals.newest_env_failure = failure.in_words()

@@ -149,18 +149,23 @@ class EnvVector(EnvDriver):
             episode = self._create_episode(lane)
             if episode is None:
                 continue
-            if ahead is not None and ahead[0] == episode.reset_seed:
-                self._begin(lane, episode, ahead[1])
-            else:
-                backend.reset(index, episode.reset_seed)
+            if ahead is not None and ahead[:2] == (episode.reset_seed, episode.task):
+                self._begin(lane, episode, ahead[2])
+            else:  # also if other tasks have come since the reset ahead
+                self._reset(index, episode)
                 awaited[index] = episode
                 self._table.totals.calls.between()
         self._await_resets()
         self._recovery.refresh()
 
+    def _reset(self, index: int, episode: Episode) -> None:
+        if episode.task is not None or self._running.tasks:
+            self._running.tell_tasks({index: episode.task})
+        self._running.reset(index, episode.reset_seed)
+
     def _create_episode(self, lane: Lane) -> Episode | None:
         """Return the episode for a reset of the lane, or None if the lane has failed."""
-        episode = lane.create_episode(lane.seeds.next(), self._episode_kind)
+        episode = self._table.create_episode(lane, self._episode_kind)
         failure = self._aside.lost.pop(lane.index, None)
         if failure is None and self.on_episode_created is not None:
             try:
@@ -266,7 +271,7 @@ class EnvVector(EnvDriver):
             del self._aside.coming[lane.index]
         else:
             self._aside.coming[lane.index] = episode
-            self._running.reset(lane.index, episode.reset_seed)
+            self._reset(lane.index, episode)
 
     # -- rendering and closing ----------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from headrace.workers.envs.creators import EnvCreator
 from headrace.workers.envs.lane import EnvSlot, close_envs
 from headrace.workers.envs.ownership import EnvLife, claim, free
 from headrace.workers.envs.rendering import render_at
+from headrace.workers.envs.task_reset import task_setter
 
 Answers = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]
 
@@ -182,7 +183,11 @@ class SubEnv(gym.Env[Any, Any]):
         return getattr(envs[self._index], "unwrapped", envs[self._index]) if len(envs) > self._index else self._vector
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset this env only."""
+        """Reset this env only. A task in `options` goes to its own `set_task`, if the vector shows such an env."""
+        envs = self._vector.get_sub_environments() if options else ()
+        if len(envs) > self._index and (set_task := task_setter(envs[self._index])) is not None:
+            set_task(options)
+            options = None
         return self._vector.reset_at(self._index, seed=seed, options=options)
 
     def step(self, action: Any) -> Any:

@@ -44,6 +44,7 @@ class ExternalLanes(ABC):
     pace = Pace.EXTERNAL
     seeds_every_episode = False
     steps_to_reset = False
+    takes_tasks = False
     on_rebuild: Callable[[], None] | None = None
     on_episode_created: Callable[[Lane, Episode], None] | None = None
     on_failure: Callable[[Lane, Failure], None] | None = None

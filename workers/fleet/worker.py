@@ -452,8 +452,11 @@ class Worker:
     def _apply_tasks(self) -> None:
         tasks, session = self.session.tasks, self.session
         if tasks is not None and tasks.version != session.tasks_in_use:
-            self.runner.set_tasks(tasks)
             session.tasks_in_use = tasks.version
+            try:
+                self.runner.set_tasks(tasks)
+            except ConfigError as error:
+                log.error("tasks %s are refused, episodes have none: %s", tasks.version, error)
 
     def _use(self, newer: WeightsVersion) -> None:
         self.session.weights, self.session.refused = newer.version, None

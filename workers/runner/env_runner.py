@@ -19,7 +19,7 @@ from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.worker_figures import TimePart
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import CallbackError, HeadraceError, ModuleError, missing_env_error
+from headrace.schemas.errors import CallbackError, ConfigError, HeadraceError, ModuleError, missing_env_error
 from headrace.schemas.messages import Tasks
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
@@ -95,8 +95,6 @@ class EnvRunner(ABC, Generic[Batch]):
         """Module id -> the policy's module; None where its builder raised NotImplementedError."""
         self.steps_elsewhere: int | None = None
         """Number of known env steps of the fleet that other runners made; None without a fleet."""
-        self.tasks: Tasks | None = None
-        """The newest tasks, which next resets take."""
         torch.set_num_threads(config.torch_threads)
         self._read_policies()
         self._make_parts()
@@ -168,7 +166,8 @@ class EnvRunner(ABC, Generic[Batch]):
         self._stopped = False
 
     def _lane_table(self) -> LaneTable:
-        return LaneTable(self.config, self.worker_index, self._seeds, self.totals, self.callbacks)
+        self._existing_table = LaneTable(self.config, self.worker_index, self._seeds, self.totals, self.callbacks)
+        return self._existing_table
 
     def _open_sampler(self) -> Sampler[Any, Any]:
         steps, wait = self._open_steps(), None
@@ -486,9 +485,22 @@ class EnvRunner(ABC, Generic[Batch]):
         """
         self._state.set_weights(state, Version(learner_epoch, seq, digest))
 
-    def set_tasks(self, told: Tasks) -> None:
-        """Keep these tasks for the next resets."""
-        self.tasks = told
+    def set_tasks(self, told: Tasks | None) -> None:
+        """Give each env one of these tasks at its next reset, and stamp its episode with it; None: no tasks any more.
+
+        By hand: `set_tasks(Tasks(version=(0, 1), tasks=[WeightedTask(values={"level": 3})]))`, with a new version each
+        time. An env with a method `set_task(values)` gets it before its reset, others as `reset(..., options=values)`.
+        Caution: once tasks are taken away, an env with `set_task` keeps its last one. A task whose resets fail three
+        times in a row is left out here. `TaskDraws` says which episode gets which task. `get_state` does not have the
+        tasks: set them again after `set_state`. Draws then go on; groups begin again with the first one.
+
+        Raises `ConfigError` for tasks of envs that take none: gymnasium vectors and external envs.
+        """
+        envs = self._existing_sampler.envs
+        if told is not None and told.tasks and not envs.takes_tasks:
+            message = "gymnasium vectors and external envs take no tasks; give the single env, with"
+            raise ConfigError(f"{message} gym_env_vectorize_mode = None", key="env")
+        self._existing_table.tasks.set(told)
 
     def get_state(self, components: Wanted = None, not_components: Wanted = None) -> dict[str, Any]:
         """Return this runner's state as plain values and arrays. `set_state` of another runner continues from it.

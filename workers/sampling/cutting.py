@@ -13,6 +13,7 @@ from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch, is_obs_column
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, LOOKBACK, ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
+from headrace.schemas.chunks.task import stamps
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.sampling.fragment import Fragment, OpenChunk
@@ -110,6 +111,7 @@ def cut(
     _fill_markers(table[len(chunks) :], markers)
     table["id_high"], table["flags"] = stamp.id_high, stamp.flags
     table["lookback"][: len(looks_back)] = looks_back
+    tasks, task_of = stamps([chunk.episode.task for chunk in chunks] + [marker.episode.task for marker in markers])
     done = (table["end"] == ChunkEnd.TERMINATED) | (table["end"] == ChunkEnd.TRUNCATED)
     return ChunkBatch(
         table=table,
@@ -123,6 +125,8 @@ def cut(
         learner_epoch=stamp.learner_epoch,
         weights_digest=stamp.digest_of(columns["weights_seq"]),
         order=np.argsort(~done, kind="stable"),
+        tasks=tasks,
+        task_of=task_of,
     )
 
 

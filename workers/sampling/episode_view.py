@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.chunk import ChunkEnd, format_episode_id
 from headrace.schemas.chunks.spaces import Spaces, nest
+from headrace.schemas.chunks.task import Task
 from headrace.workers.envs.lane import Episode
 from headrace.workers.sampling.fragment import ChunkInfos
 
@@ -107,6 +108,11 @@ class AnyEpisodeView(ABC):
     def seed(self) -> int | None:
         """Seed of the env's reset; None where the reset got none, as of `EpisodeChunk.seed`."""
         return self.episode.reset_seed
+
+    @property
+    def task(self) -> Task | None:
+        """The task with which the env was reset; None without one."""
+        return self.episode.task
 
     @property
     def custom_data(self) -> dict[str, Any]:

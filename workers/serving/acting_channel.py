@@ -264,4 +264,4 @@ class ShippedEpisodes:
 def _empty(batch: ChunkBatch) -> ChunkBatch:
     columns = {name: np.empty((0, *column.shape[1:]), column.dtype) for name, column in batch.columns.items()}
     table = np.empty(0, CHUNK_TABLE)
-    return replace(batch, table=table, columns=columns, infos={}, order=None, connector_update={})
+    return replace(batch, table=table, columns=columns, infos={}, order=None, connector_update={}, task_of=None)

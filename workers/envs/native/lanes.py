@@ -42,6 +42,8 @@ class NativeLanes(EnvDriver):
     `first` is a vector that was built to find out its kind.
     """
 
+    takes_tasks = False
+
     def __init__(self, table: LaneTable, first: Any = None) -> None:
         self.lanes = table.lanes
         self.halves: list[NDArray[np.intp]] = []

@@ -21,6 +21,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.task import MOST_TASK_BYTES
 from headrace.workers.envs.process.shared_arrays import Layout, map_arrays
 
 NO_SEED, WITHOUT_SEED = -1, -2
@@ -34,6 +35,8 @@ terminated and truncated at once.
 
 _WORDS = 4096
 """Bytes of JSON that fit in a slot; longer ones go by the socket."""
+_TASK_EXTRA = 64
+"""Bytes of JSON around a lane's task, at most."""
 
 
 def order_seed(seed: int | None) -> int:
@@ -85,8 +88,11 @@ class Slot:
     outcomes: NDArray[np.uint8]
     words: NDArray[np.uint8]
     """Further results of the process, as JSON, if they fit."""
+    tasks: NDArray[np.uint8]
+    """Changed tasks as JSON: [lane, values for its resets from this order on]."""
     counts: memoryview[int]
     """Number of outcomes that are not zero, and number of bytes told. Bytes that do not fit `words` came by the socket.
+    The third is the number of bytes of `tasks`.
     """
 
 
@@ -99,15 +105,18 @@ class Control:
             "seeds": (np.dtype(np.int64), (SLOTS, lanes)),
             "outcomes": (np.dtype(np.uint8), (SLOTS, lanes)),
             "words": (np.dtype(np.uint8), (SLOTS, _WORDS)),
-            "counts": (np.dtype(np.int64), (SLOTS, 2)),
+            # Pages that were never written take no memory.
+            "tasks": (np.dtype(np.uint8), (SLOTS, lanes * (MOST_TASK_BYTES + _TASK_EXTRA) + _TASK_EXTRA)),
+            "counts": (np.dtype(np.int64), (SLOTS, 3)),
             "indices": (np.dtype(np.int64), (lanes,)),
             "notes": (np.dtype(np.int64), (4,)),
         }
         arrays = map_arrays(descriptor, layout, create=create)
-        commands, seeds, outcomes, words = (arrays[name] for name in ("commands", "seeds", "outcomes", "words"))
+        names = ("commands", "seeds", "outcomes", "words", "tasks")
+        commands, seeds, outcomes, words, tasks = (arrays[name] for name in names)
         self.slots = [
             # A memoryview's items are read and written faster than an array's.
-            Slot(commands[i], seeds[i], outcomes[i], words[i], memoryview(arrays["counts"][i]))
+            Slot(commands[i], seeds[i], outcomes[i], words[i], tasks[i], memoryview(arrays["counts"][i]))
             for i in range(SLOTS)
         ]
         self.indices = arrays["indices"]

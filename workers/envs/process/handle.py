@@ -93,6 +93,8 @@ class ProcessHandle:
         self._limits = limits
         self._shortest_s = min(limits.values())
         self._queue: dict[int, tuple[Command, int]] = {}
+        self._tasks: dict[int, Mapping[str, Any] | None] = {}
+        """Lane of the process -> values for its resets, which the next order tells."""
         self._asked: deque[ProcessOrder] = deque()
         """Orders without a reply, the oldest first."""
         self._posted = self._answered = 0
@@ -155,6 +157,10 @@ class ProcessHandle:
         """Add `command` for the lane to the next `flush`."""
         self._queue[lane] = command, seed
 
+    def tell_task(self, lane: int, values: Mapping[str, Any] | None) -> None:
+        """Tell the task for the lane's resets with the next order."""
+        self._tasks[lane - self.first_lane] = values
+
     def step_all(self, seeds: NDArray[np.int64]) -> None:
         """Step every lane, now if possible. `seeds` (lanes,): see `Command.STEP`."""
         if self._queue or not self._takes_orders:
@@ -187,6 +193,10 @@ class ProcessHandle:
         if not self._asked:
             self._asked_at = time.monotonic()
             self.check_at = self._asked_at + self._shortest_s
+        if self._tasks:
+            body, slot = orjson.dumps([*self._tasks.items()]), self.control.slots[self._posted % SLOTS]
+            slot.tasks[: len(body)], slot.counts[2] = np.frombuffer(body, np.uint8), len(body)
+            self._tasks.clear()
         self._asked.append(order)
         self._posted += 1
         self.awaited += order.is_awaited

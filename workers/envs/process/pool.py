@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import EnvContractError, EnvError, EnvRaisedError
 from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S
 from headrace.workers.config import EnvRunnerConfig
@@ -63,6 +64,7 @@ class EnvProcessPool(PoolBackend):
         self._limits = limits_of(config)
         self._moving: dict[int, int] = {}
         """Lane -> seed of the reset that follows when the lane is built in its new process."""
+        self.tasks = {}
         self._layout_of: int | None = None
         self._processes = Processes({**job_of(config, worker_index), **told}, self._limits)
         self._homes = LaneHomes(config, self._processes, seed_for)
@@ -132,6 +134,14 @@ class EnvProcessPool(PoolBackend):
     def _ask_step(self, lane: int, next_seeds: NextSeeds) -> None:
         seed = next_seeds.get(lane, NO_SEED) if self._homes.may_stay(lane) else NO_SEED
         self._homes.home(lane).ask(lane, Command.STEP, order_seed(seed))
+
+    def tell_tasks(self, tasks: Mapping[int, Task | None]) -> None:
+        """Tell the lanes' processes. A lane that moves tells its new process once its env is built there."""
+        before = {lane: self.tasks.get(lane) for lane in tasks}
+        super().tell_tasks(tasks)
+        for lane, values in before.items():
+            if self.tasks.get(lane) is not values and self._homes.may_stay(lane):
+                self._homes.home(lane).tell_task(lane, self.tasks.get(lane))
 
     def keeps_env(self, lane: int) -> bool:
         """Return whether `reset` resets the lane's current env. Otherwise the lane moves to a new process."""
@@ -251,6 +261,8 @@ class EnvProcessPool(PoolBackend):
             error = EnvContractError(f"spaces of env {lane}", repr(spaces), expected)
             self._fail(Failure(lane, error, at="construction"), replies)
             return
+        if lane in self.tasks:
+            self._homes.home(lane).tell_task(lane, self.tasks[lane])
         if lane in self._moving:
             self._homes.home(lane).ask(lane, Command.RESET, self._moving.pop(lane))
         else:

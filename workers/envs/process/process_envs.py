@@ -38,6 +38,7 @@ from headrace.workers.envs.process.shared_arrays import columns_layout, map_arra
 from headrace.workers.envs.rendering import picture_to_json
 from headrace.workers.envs.sequential_step import step_all
 from headrace.workers.envs.spaces import spaces_of
+from headrace.workers.envs.task_reset import reset_with
 
 BuildEnv = Callable[[EnvCreator, EnvContext, bool | None], tuple[Any, Spaces]]
 """(creator, context, whether the env must be of several agents; None: either) -> an env in columns, and its spaces."""
@@ -95,6 +96,8 @@ class _LaneEnv:
     spaces: Spaces | None = None
     context: EnvContext | None = None
     """The context that owns the env."""
+    task: dict[str, Any] | None = None
+    """The values for its resets."""
 
 
 @dataclass(slots=True, eq=False)
@@ -146,7 +149,9 @@ class ProcessEnvs:
         """Execute each lane's command, and write the reply."""
         if slot.counts[0]:
             slot.outcomes[:] = 0
-        slot.counts[0] = slot.counts[1] = 0
+        for lane, values in orjson.loads(slot.tasks[: slot.counts[2]].tobytes()) if slot.counts[2] else ():
+            self._places[lane].task = values
+        slot.counts[0] = slot.counts[1] = slot.counts[2] = 0
         reply = _Reply(slot)
         if slot.commands.tobytes() == self._all_step:
             self._step(self._places, reply)
@@ -227,7 +232,7 @@ class ProcessEnvs:
             assert place.env is not None, "the driver resets what was built"
             try:
                 with self._control.during(place.index, Phase.RESET):
-                    observation, info = take_reset_apart(place.env.reset(seed=reset_seed(seed)))
+                    observation, info = take_reset_apart(reset_with(place.env, reset_seed(seed), place.task))
                 written = _info_json(info) if info else None
             except BaseException as error:  # noqa: BLE001 - a user's env
                 raise_stop(error)

@@ -53,6 +53,8 @@ class EnvHostHello(Message):
     life: Life
     """Random, one for each life. It distinguishes messages of this life from those of an earlier one."""
     num_envs: Annotated[int, Field(ge=1, le=MOST_ENVS)]
+    takes_tasks: bool = False
+    """Hosts of versions without tasks do not tell it."""
     spaces: dict[str, Any]
     """Spaces of each of its envs, as `schemas/chunks/spaces.py` writes them."""
     env: str = ""
@@ -88,8 +90,11 @@ class EnvOrders(Message):
     """Header of the orders. Arrays "actions..." have one row for each STEP, in order."""
 
     KIND = MessageKind.ENV_ORDERS
+    LEFT_OUT = frozenset(("tasks",))
     life: Life
     orders: ListOf[Order]
+    tasks: ListOf[Annotated[tuple[Place, dict[str, Any]], Strict(False)]] = Field(default=[])
+    """The values of the tasks for the resets that these places are ordered, now or after the step."""
 
 
 class EnvAnswers(Message):

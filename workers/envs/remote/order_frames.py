@@ -78,7 +78,9 @@ class RemoteColumns:
             column[[lanes[places[i]] for i in known]] = given[known]
 
 
-def encode_orders(host: EnvHostPeer, places: Sequence[int], columns: RemoteColumns) -> list[Buffer]:
+def encode_orders(
+    host: EnvHostPeer, places: Sequence[int], columns: RemoteColumns, tasks: Mapping[int, Mapping[str, Any]]
+) -> list[Buffer]:
     """Return the frames of the orders under way at `places`. A second call gives the same frames."""
     orders, stepping = [], []
     for place in places:
@@ -87,7 +89,10 @@ def encode_orders(host: EnvHostPeer, places: Sequence[int], columns: RemoteColum
         orders.append((place, order.number, int(order.command), order.seed, lane))
         if order.command is Command.STEP:
             stepping.append(lane)
-    header = {"life": host.life, "orders": orders}  # an `EnvOrders`, not validated, because that costs time each step
+    # An `EnvOrders`, not validated, because that costs time each step.
+    header: dict[str, Any] = {"life": host.life, "orders": orders}
+    if tasks:
+        header["tasks"] = [(order[0], tasks[order[4]]) for order in orders if order[4] in tasks]
     return encode(MessageKind.ENV_ORDERS, header, columns.action_rows(stepping) if stepping else None)
 
 

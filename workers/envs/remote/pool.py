@@ -78,6 +78,7 @@ class RemotePool(PoolBackend):
         Raises `EnvError` for an env that cannot be built there. The pool owns the router_port.
         """
         self.width = config.num_envs
+        self.tasks = {}
         self._config = config
         self._worker_index = worker_index
         self._router_port = router_port
@@ -297,13 +298,18 @@ class RemotePool(PoolBackend):
 
     def _flush(self) -> None:
         now = time.monotonic()
-        for host in self._places.hosts.values():
+        for host in list(self._places.hosts.values()):
             self._send_orders(host, host.take_due(now))
 
     def _send_orders(self, host: EnvHostPeer, places: Sequence[int]) -> None:
         """Send or repeat the orders under way at `places`. An order not sent is repeated after a heartbeat."""
-        if places:
-            self._router_port.send(host.route, encode_orders(host, places, self._arrays))
+        resets = [host.lanes[p] for p in places if host.under_way[p].command in (Command.STEP, Command.RESET)]
+        if not host.takes_tasks and not self.tasks.keys().isdisjoint(resets):
+            detail = "cannot take tasks, since its version of Headrace has none; update Headrace on its machine"
+            self._places.part(host, detail)
+            self._say(host.route, Reject(code="no_tasks", detail=f"this env host {detail}"))
+        elif places:
+            self._router_port.send(host.route, encode_orders(host, places, self._arrays, self.tasks))
 
     def _say(self, route: bytes, message: Message) -> None:
         self._router_port.send(route, message.frames())

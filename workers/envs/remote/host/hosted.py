@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import DecodeError, EncodeError, EnvContractError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode, is_deeper, most_names
 from headrace.workers.config import EnvRunnerConfig
@@ -123,6 +124,7 @@ class HostedEnvs:
         Raises `DecodeError` for a bad order.
         """
         self._check(told, arrays)
+        tasks = dict(told.tasks)
         at_once: list[int] = []
         next_seeds: dict[int, int | None] = {}
         stepping: list[int] = []
@@ -139,7 +141,10 @@ class HostedEnvs:
             if command in (Command.STEP, Command.RESET) and own.lost is not None:
                 own.fail(own.lost)
                 at_once.append(place)
-            elif command is Command.STEP:
+                continue
+            if command in (Command.STEP, Command.RESET) and (tasks or self._pool.tasks):
+                self._pool.tell_tasks({place: Task((0, 0), tasks[place]) if place in tasks else None})
+            if command is Command.STEP:
                 stepping.append(place)
                 next_seeds |= {place: reset_seed(seed)} if seed != NO_SEED else {}
                 for name, column in self._actions.items():

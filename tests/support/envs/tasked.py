@@ -1,0 +1,109 @@
+"""Envs that write the task that they got into each observation: what a chunk's stamp must say."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
+from headrace.workers.envs.vector_env import VectorEnv
+
+NONE = -1.0
+"""The level of an episode without a task."""
+SPACE = gym.spaces.Box(-2.0, np.inf, (4,), np.float64)
+
+
+class Optioned(gym.Env[Any, Any]):
+    """Gets its task as options. An observation is (level, seed, step, a number drawn at the reset).
+
+    The config's "length" is that of an episode, "refused" a level that its reset refuses. With "die" a file's path, env
+    0 kills its process once at step 3.
+    """
+
+    observation_space, action_space = SPACE, gym.spaces.Discrete(2)
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config, self._index = config, config.get("index", getattr(config, "vector_index", 0))
+        self._level, self._t = NONE, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return self._begin((options or {}).get("level", NONE), seed)
+
+    def _begin(self, level: float, seed: int | None) -> Any:
+        if level == self._config.get("refused"):
+            raise ValueError("too hard")
+        self._level, self._seed, self._t = level, -1 if seed is None else seed % 1000, 0
+        self._drawn = float(self.np_random.random())
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self._t += 1
+        if self._index == 0 and self._t == 3 and (path := self._config.get("die")) and not Path(path).exists():
+            Path(path).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._seen(), 1.0, self._t == self._config.get("length", 5) + self._index, False, {}
+
+    def _seen(self) -> NDArray[np.float64]:
+        return np.array([self._level, self._seed, self._t, self._drawn])
+
+
+class Taught(Optioned):
+    """Gets its task by `set_task`, and keeps it."""
+
+    _taught = NONE
+
+    def set_task(self, values: dict[str, Any]) -> None:
+        self._taught = values.pop("level")  # they are its own
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        assert options is None
+        gym.Env.reset(self, seed=seed)
+        return self._begin(self._taught, seed)
+
+
+def wrapped(config: dict[str, Any]) -> Any:
+    """Return a `Taught` behind wrappers that do not know of tasks."""
+    return gym.wrappers.TimeLimit(gym.wrappers.OrderEnforcing(Taught(config)), 1000)
+
+
+def listed(context: Any) -> VectorEnv:
+    """Return a user's vector of `Taught` envs."""
+    return VectorEnv.wrap(lambda index: Taught({**context, "index": index}), num_envs=context.num_envs)
+
+
+class Pair:
+    """Two agents that both see what a `Taught` env sees."""
+
+    possible_agents = ("a", "b")
+    observation_spaces = dict.fromkeys(possible_agents, SPACE)
+    action_spaces = dict.fromkeys(possible_agents, Optioned.action_space)
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._env = Taught(config)
+        self.set_task, self.close = self._env.set_task, self._env.close
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        assert options is None
+        return dict.fromkeys(self.possible_agents, self._env.reset(seed=seed)[0]), {}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        seen, reward, over, _, _ = self._env.step(0)
+        both = self.possible_agents
+        return dict.fromkeys(both, seen), dict.fromkeys(both, reward), {"__all__": over}, {"__all__": False}, {}
+
+
+def runner(env: Any = Taught, worker_index: int = 0, **settings: Any) -> Any:
+    """Return a runner of these envs, with a seed."""
+    kind: Any = MultiAgentEnvRunner if env in (Pair, f"{__name__}:Pair") else SingleAgentEnvRunner
+    policies = {"policies": {"one": {}}} if kind is MultiAgentEnvRunner else {}
+    config = EnvRunnerConfig(
+        env=env, **{"num_envs": 3, "seed": 5, "rollout_fragment_length": 8, **policies, **settings}
+    )
+    return kind(config, worker_index, run_uid="test")

@@ -1,0 +1,315 @@
+"""Tasks at run time: each env gets its task with its next reset, and each chunk names the task that its env got."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.chunks.task import groups_of, spread
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.messages import Tasks, WeightedTask
+from headrace.workers import EnvRunnerConfig
+from headrace.workers.adapters.gym_vector_env import GymVectorEnv
+from headrace.workers.callbacks import RunnerCallback
+from headrace.workers.envs.remote.env_messages import EnvHostHello
+from support.envs.tasked import NONE, Optioned, Pair, Taught, listed, runner, wrapped
+from support.fleets.env_hosts import EnvHosts
+
+HERE = "support.envs.tasked"
+IN_PROCESSES: dict[str, Any] = {"env_placement": "process", "envs_per_process": 2}
+
+
+def told(seq: int, *levels: Any, group: int = 0) -> Tasks:
+    """A distribution over these levels, the later ones drawn more often."""
+    tasks = [WeightedTask(values={"level": level}, weight=1.0 + i) for i, level in enumerate(levels)]
+    return Tasks(version=(1, seq), tasks=tasks, group=group)
+
+
+def check(chunks: Any, env: Any = Taught) -> list[Any]:
+    """Compare each chunk's stamp with what its env saw. Return the levels, by chunk with steps.
+
+    Without a task, an env with `set_task` keeps its last one.
+    """
+    levels = []
+    for chunk in chunks:
+        stamped = NONE if chunk.task is None else chunk.task.values["level"]
+        if len(chunk):
+            keeps = chunk.task is None and "Optioned" not in str(env)
+            assert keeps or (chunk.obs[:, 0] == stamped).all(), (chunk, chunk.task)
+            levels.append(stamped)
+    return levels
+
+
+def sample(sampler: Any, *plan: Tasks | int | None) -> list[EpisodeChunk]:
+    """Sample as many fragments as a number says, and set tasks where the plan has some."""
+    chunks: list[EpisodeChunk] = []
+    for part in plan:
+        if isinstance(part, int):
+            for _ in range(part):
+                chunks += sampler.sample_fragment()
+        else:
+            sampler.set_tasks(part)
+    sampler.stop()
+    return chunks
+
+
+def brief(chunks: list[EpisodeChunk], env: int | None = None) -> list[Any]:
+    """All that is to be equal in two runs; of one env or of all, in an order that does not depend on the pace."""
+    rows = [
+        (
+            c.env_index,
+            c.episode_id,
+            c.agent_id,
+            c.chunk_index,
+            c.end,
+            c.seed,
+            c.obs.tobytes(),
+            c.task and c.task.as_json(),
+        )
+        for c in chunks
+        if env in (None, c.env_index)
+    ]
+    return sorted(rows, key=lambda row: row[:4])
+
+
+PLAN = (2, told(1, 1.0, 2.0, 3.0), 6, told(2, 7.0, 8.0), 5, told(3), 4)
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "set_task": (Taught, {}),
+    "options": (Optioned, {}),
+    "behind wrappers": (wrapped, {}),
+    "a user's vector": (listed, {}),
+    "agents": (Pair, {}),
+    "processes": (f"{HERE}:Taught", IN_PROCESSES),
+    "processes, options": (f"{HERE}:Optioned", IN_PROCESSES),
+    "processes at their own pace": (f"{HERE}:Taught", {**IN_PROCESSES, "remote_env_batch_wait_ms": 0.0}),
+    "processes that are replaced": (f"{HERE}:Taught", {**IN_PROCESSES, "env_process_max_episodes": 3}),
+    "agents in processes": (f"{HERE}:Pair", IN_PROCESSES),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_chunk_names_the_task_that_its_env_got(kind: str) -> None:
+    env, settings = KINDS[kind]
+    levels = check(chunks := sample(runner(env, **settings), *PLAN), env)
+    assert {NONE, 1.0, 2.0, 3.0, 7.0, 8.0} == set(levels)
+    assert {chunk.task.version for chunk in chunks if chunk.task} == {(1, 1), (1, 2)}
+    begun = [chunk for chunk in chunks if chunk.chunk_index == 0 and chunk.env_index == 0 and len(chunk)]
+    versions = [chunk.task and chunk.task.version[1] for chunk in sorted(begun, key=lambda chunk: chunk.episode_id)]
+    assert versions == sorted(versions, key=[None, 1, 2].index) or versions[-1] is None, "with the next reset"
+
+
+@pytest.mark.processes
+def test_envs_on_hosts_get_their_tasks(tmp_path: Path) -> None:
+    with EnvHosts(tmp_path) as hosts:
+        hosts.start(f"{HERE}:Taught", 2)
+        hosts.start(f"{HERE}:Taught", 1)
+        sampler = runner(f"{HERE}:Taught", env_placement="remote", **hosts.at)
+        chunks = sample(sampler, *PLAN)
+    inline = sample(runner(f"{HERE}:Taught"), *PLAN)
+    assert {1.0, 2.0, 3.0, 7.0, 8.0} < set(check(chunks))
+    assert brief(chunks) == brief(inline)
+
+
+@pytest.mark.processes
+def test_a_host_of_a_version_without_tasks_is_refused_when_tasks_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        "headrace.workers.envs.remote.pool.read",
+        lambda kind, header: kind.model_validate({**header, "takes_tasks": False} if kind is EnvHostHello else header),
+    )
+    with EnvHosts(tmp_path) as hosts:
+        host = hosts.start(f"{HERE}:Taught", 3)
+        sampler = runner(f"{HERE}:Taught", env_placement="remote", **hosts.at)
+        chunks = list(sampler.sample_fragment())
+        sampler.set_tasks(told(1, 4.0))
+        waited: list[str] = []
+
+        def stop_waiting() -> None:
+            waited.append("")
+            if "cannot take tasks" in caplog.text and host.poll() is not None:
+                raise KeyboardInterrupt
+
+        def sample_on() -> None:
+            for _ in range(9):
+                chunks.extend(sampler.sample_fragment(on_wait=stop_waiting))
+
+        with pytest.raises(KeyboardInterrupt):
+            sample_on()
+        sampler.stop()
+    assert set(check(chunks)) == {NONE}
+    assert "update Headrace on its machine" in hosts.log(0).read_text()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("pair", ["twice", "in processes", "agents in processes"])
+def test_two_runs_with_a_switch_are_equal_to_the_bit(pair: str) -> None:
+    env = Pair if "agents" in pair else Taught
+    other = {} if pair == "twice" else IN_PROCESSES
+    first = sample(runner(f"{HERE}:{env.__name__}"), *PLAN)
+    assert brief(first) == brief(sample(runner(f"{HERE}:{env.__name__}", **other), *PLAN))
+
+
+def test_streams_without_tasks_are_as_before_and_draws_do_not_touch_them() -> None:
+    without, single = sample(runner(), 6), sample(runner(), told(1, NONE, NONE, NONE), 6)
+    assert [row[:7] for row in brief(without)] == [row[:7] for row in brief(single)]
+
+
+@pytest.mark.processes
+def test_an_env_process_that_is_killed_disturbs_no_sibling_and_no_stamp(tmp_path: Path) -> None:
+    plan = (told(1, 1.0, 2.0, 3.0), 4, told(2, 7.0, 8.0), 4)
+    settings: dict[str, Any] = {**IN_PROCESSES, "envs_per_process": 1, "env": f"{HERE}:Taught"}
+    whole = sample(runner(**settings), *plan)
+    hurt = sample(runner(**settings, env_config={"die": str(tmp_path / "died")}), *plan)
+    assert (tmp_path / "died").exists()
+    check(hurt)
+    assert brief(hurt, 1) == brief(whole, 1)
+    assert brief(hurt, 2) == brief(whole, 2)
+    markers = [chunk for chunk in hurt if chunk.end is ChunkEnd.ABORTED]
+    of = {chunk.episode_id: chunk.task for chunk in hurt if len(chunk)}
+    assert all(marker.task == of[marker.episode_id] for marker in markers)
+
+
+def test_draws_follow_the_weights_and_a_rule_gives_each_env_its_value() -> None:
+    levels = check(sample(runner(num_envs=8, env_config={"length": 1}), told(1, 1.0, 2.0, 3.0), 80))
+    shares = [levels.count(level) / len(levels) for level in (1.0, 2.0, 3.0)]
+    np.testing.assert_allclose(shares, [1 / 6, 2 / 6, 3 / 6], atol=0.05)
+    rule = spread(0.0, 5.0)
+    chunks = [c for i in (0, 1) for c in sample(runner(worker_index=i, num_workers=2), told(1, rule), 3)]
+    check(chunks)
+    assert {(c.task.values["level"]) for c in chunks if c.task} == {0.0, 1.0, 2.0, 3.0, 4.0, 5.0}
+
+
+def test_groups_share_seed_and_first_observation_over_two_workers() -> None:
+    parts = [
+        sample(runner(worker_index=i, num_workers=2, env_config={"length": 3}), told(1, 1.0, 2.0, 3.0, group=4), 12)
+        for i in (0, 1)
+    ]
+    chunks = parts[0] + parts[1]
+    check(chunks)
+    complete, missing = groups_of(chunks, 4)
+    assert len(complete) > 3
+    for members in complete.values():
+        assert len({m[0].seed for m in members}) == 1, "one seed"
+        assert len({m[0].obs[0].tobytes() for m in members}) == 1
+        assert [m[0].task.member for m in members if m[0].task] == [0, 1, 2, 3]
+    assert {slot for members in complete.values() for m in members for slot in [m[0].slot]} == {0, 1}
+    assert len({members[0][0].seed for members in complete.values()}) == len(complete)
+    assert len({c.task.values["level"] for m in complete.values() for (c, *_) in m if c.task}) == 3
+    assert all(0 < len(lacking) <= 4 for lacking in missing.values())
+
+
+def test_workers_beyond_the_fleets_number_have_groups_of_their_own() -> None:
+    beyond = sample(runner(worker_index=3, num_workers=2, env_config={"length": 3}), told(1, 1.0, group=3), 3)
+    assert {chunk.task.group >> 40 for chunk in beyond if chunk.task and chunk.task.group is not None} == {1}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("settings", [{}, IN_PROCESSES], ids=["inline", "processes"])
+@pytest.mark.parametrize("env", ["Optioned", "Pair"])
+def test_a_task_that_envs_refuse_is_left_out_after_three_times(
+    env: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = runner(f"{HERE}:{env}", **settings, env_config={"refused": 2.0})
+    levels = check(sample(sampler, told(1, 1.0, 2.0), 8, told(2, 2.0), 8), env)
+    assert set(levels) == {1.0, NONE}
+    left_out = [
+        r.getMessage() for r in caplog.records if r.levelno == logging.ERROR and "leaves it out" in r.getMessage()
+    ]
+    assert len(left_out) == 2
+    assert all("{'level': 2.0}" in text for text in left_out)
+    failures = [r.getMessage() for r in caplog.records if "failed at reset" in r.getMessage()]
+    assert failures
+    assert all("its task was {'level': 2.0}" in text for text in failures)
+
+
+def test_refusals_count_only_in_a_row() -> None:
+    class Often(Taught):
+        refusals = iter([True, True, False] * 50)
+
+        def _begin(self, level: float, seed: int | None) -> Any:
+            if level == 2.0 and next(Often.refusals):
+                raise ValueError("not today")
+            return super()._begin(level, seed)
+
+    levels = check(sample(runner(Often, num_envs=1, env_restart_attempts=50), told(1, 2.0), 10))
+    assert set(levels) == {2.0}
+
+
+def test_the_same_version_again_changes_nothing() -> None:
+    once = sample(runner(), told(1, 1.0, 2.0, group=2), 3, 3)
+    assert brief(once) == brief(sample(runner(), told(1, 1.0, 2.0, group=2), 3, told(1, 1.0, 2.0, group=2), 3))
+
+
+def test_a_view_has_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = runner()
+    sampler.set_tasks(told(1, 6.0))
+    sampler.sample_fragment()
+    assert [view.task and view.task.values for view in sampler.running_episodes()] == [{"level": 6.0}] * 3
+    sampler.stop()
+
+
+def test_a_runner_that_continues_a_state_goes_on_with_the_draws() -> None:
+    first, plan = runner(), told(1, 1.0, 2.0, 3.0)
+    first.set_tasks(plan)
+    first.sample(num_episodes=9)
+    other = runner()
+    other.set_state(first.get_state())
+    other.set_tasks(plan)
+    seen = [brief(list(sampler.sample(num_episodes=9))) for sampler in (first, other)]
+    assert [row[6:] for row in seen[0]] == [row[6:] for row in seen[1]]
+    first.stop()
+    other.stop()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_native_vector_takes_no_tasks_and_says_so(mode: str) -> None:
+    sampler = runner("CartPole-v1", gym_env_vectorize_mode=mode)
+    with pytest.raises(ConfigError, match="take no tasks"):
+        sampler.set_tasks(told(1, 1.0))
+    sampler.set_tasks(None)
+    assert all(chunk.task is None for chunk in sample(sampler, 1))
+
+
+@pytest.mark.parametrize("env", [Taught, Optioned])
+def test_options_of_a_gym_vector_are_the_task_of_all_envs(env: Any) -> None:
+    envs = GymVectorEnv(EnvRunnerConfig(env=env, num_envs=2, seed=5))
+    assert envs.reset(seed=3, options={"level": 4})[0][:, 0].tolist() == [4.0, 4.0]
+    for _ in range(7):
+        seen = envs.step(np.zeros(2, np.int64))[0]
+    assert seen[:, 0].tolist() == [4.0, 4.0], "in the episodes that follow, too"
+    assert envs.reset(options={"level": 6})[0][:, 0].tolist() == [6.0, 6.0]
+    if env is Optioned:
+        assert envs.reset()[0][:, 0].tolist() == [NONE, NONE]
+    with pytest.raises(ValueError, match="no finite number"):
+        envs.reset(options={"level": float("nan")})
+    envs.close()
+
+
+class Switching(RunnerCallback):
+    """Sets other tasks when the 4th episode has ended: processes have reset its env by then, with the old task."""
+
+    sampler: Any = None
+    ended = 0
+
+    def on_episode_end(self, **_: Any) -> None:
+        Switching.ended += 1
+        if Switching.ended == 4:
+            Switching.sampler.set_tasks(told(2, 8.0))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("settings", [{}, IN_PROCESSES], ids=["inline", "processes"])
+def test_a_reset_ahead_with_an_older_task_is_done_again(settings: dict[str, Any]) -> None:
+    Switching.ended = 0
+    Switching.sampler = sampler = runner(f"{HERE}:Taught", callbacks=[Switching], **settings)
+    chunks = sample(sampler, told(1, 3.0), 6)
+    assert set(check(chunks)) == {3.0, 8.0}
+    begun = sorted((c.env_index, c.episode_id, c.task.version[1]) for c in chunks if c.task and not c.chunk_index)
+    assert [version for *_, version in begun].count(1) <= 6, "no episode begins with the old task after the switch"
