@@ -1,8 +1,8 @@
-r"""A teacher that raises the level: corridors with more doors, for an agent that would never find the end of a long one.
+r"""A curriculum: a teacher adds doors to a corridor that an agent would never get through at once.
 
     python curriculum.py runs/curriculum          # 12 doors within a minute or two
-    python curriculum.py runs/plain --plain       # the same learner, 12 doors from the beginning
-
+    python curriculum.py runs/curriculum      # 12 doors after 40,000 steps, in half a minute
+    python curriculum.py runs/plain --plain   # the same learner, 12 doors from the beginning
 Each door shows one of five signs, drawn by the episode's seed. One of five actions opens it, and
 any other ends the episode. Only the last door gives a reward. Random actions open 12 doors once in
 244 million episodes, so there is nothing to learn from. With one door, they do so in each fifth.
@@ -36,16 +36,16 @@ class Corridor(gym.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.open = 0
-        return self._observe(), {}
+        return self._sign(), {}
 
     def step(self, action):
         if action != self.opens[self.sign]:
-            return self._observe(), 0.0, True, False, {}
+            return self._sign(), 0.0, True, False, {}
         self.open += 1
         is_over = self.open == self.doors
-        return self._observe(), float(is_over), is_over, False, {}
+        return self._sign(), float(is_over), is_over, False, {}
 
-    def _observe(self):
+    def _sign(self):
         self.sign = int(self.np_random.integers(SIGNS))
         return np.eye(SIGNS, dtype=np.float32)[self.sign]
 
@@ -53,12 +53,9 @@ class Corridor(gym.Env):
 class Teacher:
     """Publishes a level, and the next one once the mean return of `EPISODES` episodes passes the mark."""
 
-    def __init__(self, tasks, module):
+    def __init__(self, tasks):
         self.tasks, self.doors, self.returns = tasks, 1, []
         tasks.publish({"doors": self.doors})
-
-    def __str__(self):
-        return f"{self.doors} doors,"
 
     def look(self, batch):
         """Count the episodes of the present level that end in a batch."""
@@ -72,33 +69,36 @@ class Teacher:
             self.returns = []
 
 
-def learn(env, teacher, run_dir, steps, seed):
-    """Train on a fleet of `env` for `steps` steps; `teacher(tasks, module)` looks at each batch. Print how it goes."""
+def main(given):
+    """Train on a fleet for `given.steps` steps, and print how it goes."""
     torch.set_num_threads(1)  # the workers need the other cores
-    torch.manual_seed(seed)
-    settings = {"fleet.until_steps": steps, "sampling.seed": seed}
-    with headrace.fleet(env, workers=2, settings=settings, run_dir=run_dir) as run:
+    torch.manual_seed(given.seed)
+    settings = {"fleet.until_steps": given.steps, "sampling.seed": given.seed}
+    with headrace.fleet(
+        Corridor, workers=2, settings=settings, run_dir=given.run_dir
+    ) as run:
         stream, weights = run.stream(), run.weights()
         module = headrace.actor_critic(stream.spaces())
         optimizer = torch.optim.Adam(module.parameters(), lr=0.001)
-        taught = teacher(weights.tasks, module) if teacher else None
+        teacher = None if given.plain else Teacher(weights.tasks)
         weights.publish(module.state_dict())
-        taken, returns = 0, []
+        steps, returns = 0, []
         for batch in stream:
             if not batch.steps:  # it only tells of episodes that were aborted
                 continue
             train(module, optimizer, headrace.to_torch(batch.episodes()))
             weights.publish(module.state_dict())
-            if taught:
-                taught.look(batch)
+            if teacher:
+                teacher.look(batch)
             returns += [chunk.episode_return for chunk in batch if chunk.is_done]
-            before, taken = taken, taken + batch.steps
-            if taken // 10_000 > before // 10_000:
+            before, steps = steps, steps + batch.steps
+            if steps // 10_000 > before // 10_000:
+                doors, share = (
+                    teacher.doors if teacher else DOORS,
+                    np.mean(returns[-EPISODES:]),
+                )
                 print(
-                    taken,
-                    "steps,",
-                    taught,
-                    f"{np.mean(returns[-EPISODES:]):.2f} of the episodes solved",
+                    f"{steps} steps: {doors} doors, passed by {share:.2f} of the episodes"
                 )
 
 
@@ -106,9 +106,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir")
     parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--steps", type=int, default=200_000)
+    parser.add_argument("--steps", type=int, default=60_000)
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    learn(
-        Corridor, None if given.plain else Teacher, given.run_dir, given.steps, given.seed
-    )
+    main(parser.parse_args())

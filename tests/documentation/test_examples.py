@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,12 +84,22 @@ def test_an_example_learns_cartpole_though_a_worker_and_the_learner_are_killed(t
     assert before < ledger["committed"][0] <= trained_steps(tmp_path) <= ledger["stepped"]
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", [*EXAMPLES, "curriculum"])
 def test_an_example_is_short_and_imports_what_users_may_import(example: str) -> None:
     text = (EXAMPLES_FOLDER / f"{example}.py").read_text()
     assert len(text.splitlines()) <= MOST_LINES
     homes = {line.split()[1] for line in text.splitlines() if line.startswith("from headrace")}
-    assert homes == {"headrace"}
+    assert homes <= {"headrace"}
+
+
+@pytest.mark.slow
+def test_a_teacher_adds_doors_that_all_envs_of_its_fleet_get(tmp_path: Path) -> None:
+    command = [sys.executable, "curriculum.py", str(tmp_path / "run"), "--steps", "24000"]
+    done = subprocess.run(command, cwd=EXAMPLES_FOLDER, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    doors = [int(line.split()[2]) for line in done.stdout.splitlines() if "steps:" in line]
+    assert doors == sorted(doors)
+    assert doors[-1] >= 3, done.stdout
 
 
 # -- parts of the DQN --------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -70,23 +70,30 @@ class TaskDraws:
 
     def _draw(self, told: Tasks, lane: int, number: int) -> Opening:
         """Return an opening. A group's episode whose task is left out here has none: the member is missing."""
-        workers, width, place = self._workers, self._width, Place(self._worker, self._workers, lane, self._width)
-        seed, group, member, key = None, None, 0, (self._worker, self._incarnation, lane, _TASK_STREAM, number)
-        choices = [index for index in range(len(told.tasks)) if told.group or index not in self._left_out]
-        stream = np.random.default_rng(np.random.SeedSequence(self._entropy, spawn_key=key))
         if told.group:
-            lap, worker = divmod(self._worker, workers)
-            k = number - self._first.setdefault(lane, number)
-            group, member = divmod((k * workers + worker) * width + lane, told.group)
-            first = group * told.group
-            place = Place(lap * workers + first // width % workers, workers, first % width, width)
-            group += lap * _LAP
-            stream = np.random.default_rng(np.random.SeedSequence([*told.version, group]))
-            seed = int(stream.integers(0, self._most_seed, dtype=np.int64, endpoint=True))
-        sums = np.cumsum([told.tasks[index].weight for index in choices])
-        at = int(np.searchsorted(sums, stream.random() * sums[-1], side="right")) if len(choices) > 1 else 0
-        index = choices[min(at, len(choices) - 1)] if choices else -1
-        if index in self._left_out or index < 0:
+            return self._draw_in_group(told, lane, number)
+        choices = [index for index in range(len(told.tasks)) if index not in self._left_out]
+        if not choices:
+            return None, None, -1
+        index = choices[0]
+        if len(choices) > 1:  # a stream takes 20 us
+            key = (self._worker, self._incarnation, lane, _TASK_STREAM, number)
+            index = _pick(told, choices, np.random.SeedSequence(self._entropy, spawn_key=key))
+        place = Place(self._worker, self._workers, lane, self._width)
+        return None, Task(told.version, values_at(told.tasks[index].values, place)), index
+
+    def _draw_in_group(self, told: Tasks, lane: int, number: int) -> Opening:
+        workers, width = self._workers, self._width
+        lap, worker = divmod(self._worker, workers)
+        k = number - self._first.setdefault(lane, number)
+        group, member = divmod((k * workers + worker) * width + lane, told.group)
+        first = group * told.group
+        place = Place(lap * workers + first // width % workers, workers, first % width, width)
+        group += lap * _LAP
+        root = np.random.SeedSequence([*told.version, group])
+        seed = int(np.random.default_rng(root).integers(0, self._most_seed, dtype=np.int64, endpoint=True))
+        index = _pick(told, range(len(told.tasks)), root.spawn(1)[0])
+        if index in self._left_out:
             return seed, None, -1
         return seed, Task(told.version, values_at(told.tasks[index].values, place), group, member), index
 
@@ -105,3 +112,10 @@ class TaskDraws:
             self._left_out.add(index)
             self._next.clear()
             log.error("task %r failed %d resets in a row; this worker leaves it out", dict(task.values), count)
+
+
+def _pick(told: Tasks, choices: Sequence[int], root: np.random.SeedSequence) -> int:
+    """Return one of the tasks at `choices`, drawn by their weights."""
+    sums = np.cumsum([told.tasks[index].weight for index in choices])
+    at = int(np.searchsorted(sums, np.random.default_rng(root).random() * sums[-1], side="right"))
+    return choices[min(at, len(choices) - 1)]
