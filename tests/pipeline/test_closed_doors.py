@@ -99,7 +99,7 @@ FLOODERS, FLOOD_BYTES = 200, 10_000_000
 MIB = 1 << 20
 
 _FLOOD = """
-import contextlib, struct, sys
+import struct, sys
 from concurrent.futures import ThreadPoolExecutor
 from support.raw_zmtp import RawZmtp, frame, knock
 endpoint, peers, nbytes, mechanism = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -113,10 +113,17 @@ def reach():
     return peer
 
 def flood(_):
-    with contextlib.suppress(OSError), reach() as peer:
-        peer.sendall(message)
-        return True
-    return False
+    try:
+        with reach() as peer:
+            peer.settimeout(30)
+            peer.sendall(message)
+            while peer.recv(1 << 16):  # a fast machine sends all before the broker looks
+                pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
 
 with ThreadPoolExecutor(50) as pool:
     print(sum(pool.map(flood, range(peers))))
@@ -133,7 +140,7 @@ def keys(tmp_path: Path) -> Path:
 def flood(
     endpoint: str, peers: int = FLOODERS, nbytes: int = FLOOD_BYTES, mechanism: str = "NULL"
 ) -> subprocess.Popen[str]:
-    """Start peers without a key, each on its own connection. It prints how many could send all of their message."""
+    """Start peers without a key, each on its own connection. It prints how many connections were ended."""
     command = [sys.executable, "-c", _FLOOD, endpoint, str(peers), str(nbytes), mechanism]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -175,7 +182,7 @@ def test_floods_without_a_key_cost_the_broker_no_memory_while_a_keyed_worker_del
     grown = memory_of(process.popen.pid, "VmHWM") - before
     assert grown < most
     done = [int(flooder.communicate()[0]) for flooder in flooding]
-    assert sum(done) <= (0 if mechanism == "NULL" else FLOODERS // 10), "the connections were ended"
+    assert done == [FLOODERS] * 3
     assert feeder.error is None
     assert stream.delivered == len(feeder.steps)
     log = process.log.read_text()
