@@ -34,6 +34,7 @@ from headrace.schemas.accounts.lifetime_counters import row_counters
 from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.errors import RunDirError
 
+F = TypeVar("F")
 T = TypeVar("T")
 
 FILE_WIDTH = 160
@@ -231,23 +232,29 @@ def read_and_audit(run_dir: Path, named: tuple[str, str] | None = None) -> tuple
     url, fleet_id = find_books(run_dir, named)
     with serving(run_dir, url), FleetView(url, fleet_id) as view:
 
-        def look() -> tuple[Snapshot, list[str], float]:
-            evidence = read_evidence(run_dir, fleet_id)  # first: the ledger may be ahead of it, and not behind
+        def compare(evidence: Evidence) -> tuple[Snapshot, list[str], float]:
             now = view.read()
             return now, audit(now, evidence), now.reported_unix_s or 0.0
 
-        return once_caught_up(look)
+        return once_caught_up(lambda: read_evidence(run_dir, fleet_id), compare)
 
 
-def once_caught_up(look: Callable[[], tuple[T, list[str], float]]) -> tuple[T, list[str]]:
-    """Return the result of `look`. While a broker reports, retry problems for some seconds: its counts lag behind."""
-    deadline = time.monotonic() + CATCH_UP_S
-    while True:
-        seen, problems, reported_unix_s = look()
-        reports = abs(time.time() - reported_unix_s) < CATCH_UP_S
-        if not problems or not reports or time.monotonic() > deadline:
-            return seen, problems
-        time.sleep(PAUSE_S)
+def once_caught_up(read: Callable[[], F], compare: Callable[[F], tuple[T, list[str], float]]) -> tuple[T, list[str]]:
+    """Return what `compare` finds for the files that `read` returns.
+
+    While a broker reports, compare the same files for some seconds with newer ledgers: reports lag behind the files,
+    and newer files would always be ahead. Then read the files once more: they may have been read between two writes.
+    """
+    for _ in range(2):
+        files, deadline = read(), time.monotonic() + CATCH_UP_S
+        while True:
+            seen, problems, reported_unix_s = compare(files)
+            if not problems or abs(time.time() - reported_unix_s) > CATCH_UP_S:
+                return seen, problems
+            if time.monotonic() > deadline:
+                break
+            time.sleep(PAUSE_S)
+    return seen, problems
 
 
 def _as_json(snapshot: Snapshot, problems: list[str], warned: list[str]) -> dict[str, object]:

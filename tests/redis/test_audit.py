@@ -22,6 +22,7 @@ from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.broker.reports.reporter import RedisReporter
 from headrace.broker.sessions.core import BrokerCore
+from headrace.deploy.report import audit as audits
 from headrace.deploy.report.audit import audit, equation, find_books, once_caught_up, render, warnings
 from headrace.deploy.report.evidence import read_evidence
 from headrace.deploy.run.redis_view import FleetView, Snapshot
@@ -328,12 +329,25 @@ def test_an_audit_between_the_brokers_two_writes_waits_for_the_second(
         witness.add_ended(ended)
         witness.write({}, {}, {}, last=True)
 
-    def look() -> tuple[None, list[str], float]:
-        return None, list(read_evidence(tmp_path, "f").damage), time.time()
+    def read() -> list[str]:
+        return list(read_evidence(tmp_path, "f").damage)
 
     monkeypatch.setattr(time, "sleep", writes)
-    assert look()[1]
-    assert once_caught_up(look) == (None, [])
+    monkeypatch.setattr(audits, "CATCH_UP_S", 0.1)
+    assert read()
+    assert once_caught_up(read, lambda damage: (None, damage, time.time())) == (None, [])
+
+
+def test_an_audit_of_a_live_fleet_compares_what_it_read_with_later_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner saves its checkpoint before the broker reports the commit, so newer files would stay ahead."""
+    saved, reported = iter(range(5, 1_000)), iter(range(1_000))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    def compare(position: int) -> tuple[int, list[str], float]:
+        known = next(reported)
+        return known, ["the ledger lacks batches"] if known < position else [], time.time()
+
+    assert once_caught_up(lambda: next(saved), compare) == (5, [])
 
 
 def log_another_end(run: Run, client: Any, fleet_id: str) -> None:

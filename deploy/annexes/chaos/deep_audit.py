@@ -304,12 +304,11 @@ def audit_deeply(run_dir: Path, *, as_json: bool, stream: TextIO) -> None:
     url, fleet_id = find_books(run_dir)
     with serving(run_dir, url), FleetView(url, fleet_id) as view:
 
-        def look() -> tuple[Sources, list[str], float]:
-            files = read_files(run_dir, fleet_id)
+        def compare(files: Sources) -> tuple[Sources, list[str], float]:
             now = with_ledger(files, run_dir, view.read())
             return now, disagreements(now), now.ledger.reported_unix_s or 0.0
 
-        sources, found = once_caught_up(look)
+        sources, found = once_caught_up(lambda: read_files(run_dir, fleet_id), compare)
     losses = [*known_losses(sources)]
     if as_json:
         lives = list(as_facts(sources))
