@@ -165,8 +165,13 @@ def test_the_aborted_episodes_and_the_failures_of_a_worker_reach_the_report(
         EpisodeStream(broker.endpoints.learner) as stream,
         WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections),
     ):
+
+        def is_told(seen: Report) -> bool:  # a report has the lives whose counters changed since the last one
+            window = seen.gauges["aborted_window"]
+            return bool(seen.env_errors and window and seen.counters.get((0, 1), {}).get("aborted_episodes_total"))
+
         seen = report()
-        while not (seen.env_errors and seen.gauges["aborted_window"] and figures(broker)[0].get("envs_cpu_share")):
+        while not (is_told(seen) and figures(broker)[0].get("envs_cpu_share")):
             assert stream.next(30.0) is not None
             seen = report()
         row = figures(broker)[0]

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -69,9 +70,10 @@ def test_a_policy_sees_no_value_outside_the_space_while_an_env_is_gone(
     env = f"{FromFive.__module__}:FromFive" if "env_placement" in settings else FromFive
     monkeypatch.setattr(restarts, "BACKOFF_S", 0.01)
     with runner(env, num_envs=3, rollout_fragment_length=16, **settings, env_restart_attempts=100) as sampler:
-        for _ in range(4):
+        deadline = time.monotonic() + 60
+        while sampler.totals.env_failures < 2:  # steps of the siblings take no time, so fragments do not count
+            assert time.monotonic() < deadline
             sampler.sample_fragment()
-        assert sampler.totals.env_failures > 1
         check_books(sampler)
 
 
