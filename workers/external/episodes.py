@@ -29,7 +29,7 @@ from headrace.schemas.errors.episodes import (
     EpisodesClosedError,
     NoFreePlaceError,
 )
-from headrace.workers.external.calls import Answer, Call, DriverLoop, OnAnswer, Place
+from headrace.workers.external.calls import Answer, Call, DriverLoop, Place, OnAnswer
 
 REMEMBERED = 10_000
 """Number of ended episodes whose ids are remembered, so that a call with such an id gets a precise error."""
@@ -116,6 +116,28 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         end = ChunkEnd.TRUNCATED if truncated else ChunkEnd.TERMINATED
         self._accept(episode_id, observation, on_answer, end=end)
 
+    def take_step(
+        self,
+        episode_id: str,
+        news: tuple[Any, ...],
+        observation: Any,
+        on_answer: OnAnswer,
+        *,
+        action: Any = None,
+        end: ChunkEnd = ChunkEnd.ONGOING,
+    ) -> None:
+        """Call `log_returns` with `news`, then `ask`, `log_action` or `end`, as one call. Raises the same errors.
+
+        The caller has checked that rows are in their spaces, and does not change them afterwards. `news` names agents
+        by the texts of their ids. After an error nothing of a call with several agents counts.
+        """
+        if action is not None and not self._takes_logged:
+            raise EpisodeError(episode_id, "cannot_log")
+        with self._lock:
+            place = self._find(episode_id)
+            self._take_news(place, news, observation, action, end)
+            self._admit(self._call(place, observation, on_answer, action, end))
+
     def abort(self, episode_id: str, reason: str) -> None:
         """Abort the episode, because its driver is gone. A pending call gets the error as its answer."""
         with self._lock:
@@ -187,6 +209,14 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
 
         `action` is in a tuple, because None may be an action.
         """
+
+    @abstractmethod
+    def _take_news(self, place: AnyPlace, news: tuple[Any, ...], seen: Any, action: Any, end: ChunkEnd) -> None:
+        """Note `news` as `log_returns` does, and check the rows of a step that go with them."""
+
+    @abstractmethod
+    def _call(self, place: AnyPlace, seen: Any, on_answer: OnAnswer, logged: Any, end: ChunkEnd) -> Call:
+        """Return the call with these checked rows, and with everything logged since the last."""
 
     def _check_not_over(self, episode_id: str) -> None:
         if episode_id in self._over:
