@@ -185,7 +185,9 @@ class WeightPublisher(Closable):
             broker.pump()
             if broker.refusal is not None:
                 raise refusal(*broker.refusal)
-        self._raise_refused()
+        for broker in self._brokers:
+            if not self._publishing and (error := broker.take_refused()) is not None:
+                raise error  # once, and not while another version is being published
         for broker in self._brokers:
             broker.tick(now)
 
@@ -217,12 +219,6 @@ class WeightPublisher(Closable):
                 return shared
         copies = {name: array.copy() for name, array in arrays.items()}
         return copies, weights_digest(copies)
-
-    def _raise_refused(self) -> None:
-        """Raise the error for a version that a worker refused, once, but not while another is being published."""
-        for broker in self._brokers:
-            if not self._publishing and (error := broker.take_refused()) is not None:
-                raise error
 
     def _join(self, timeout_s: float) -> None:
         deadline = connection.now() + timeout_s

@@ -138,15 +138,12 @@ def scale(run_dir: Path, wanted: int | None) -> tuple[int, int]:
         jobs.env_hosts = [array for array in jobs.env_hosts if array in known]
         try:
             _submit_missing(jobs, config, run_dir, tasks)
-            stop(_last_first(there)[: max(0, len(there) - jobs.worker_tasks)])
+            # First those that have not started, then the newest.
+            there.sort(key=lambda task: (not task.is_pending, -task.base, -task.index))
+            stop(there[: max(0, len(there) - jobs.worker_tasks)])
         finally:
             write_jobs(run_dir, jobs)
     return len(there), jobs.worker_tasks
-
-
-def _last_first(tasks: Sequence[Task]) -> list[Task]:
-    """Return tasks in the order in which they are stopped: first those that have not started, then the newest."""
-    return sorted(tasks, key=lambda task: (not task.is_pending, -task.base, -task.index))
 
 
 def down(run_dir: Path, say: Say) -> None:
