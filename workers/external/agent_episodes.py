@@ -16,7 +16,7 @@ from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.schemas.errors.episodes import EpisodeError
 from headrace.workers.agents.env import ALL
 from headrace.workers.envs.checks import own_info
-from headrace.workers.external.calls import Call, Place, OnAnswer, Row, RowReader, add_reward
+from headrace.workers.external.calls import Call, EpisodePlace, OnAnswer, Row, RowReader, add_reward
 from headrace.workers.external.episodes import EpisodeTable
 
 
@@ -40,7 +40,7 @@ class AgentsCall(Call):
 
 
 @dataclass(slots=True, eq=False)
-class AgentsPlace(Place):
+class AgentsPlace(EpisodePlace):
     """The place of one episode, with the rewards, infos and ends logged since the last call."""
 
     playing: set[Any] = field(default_factory=set)

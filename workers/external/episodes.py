@@ -29,7 +29,7 @@ from headrace.schemas.errors.episodes import (
     EpisodesClosedError,
     NoFreePlaceError,
 )
-from headrace.workers.external.calls import Answer, Call, DriverLoop, Place, OnAnswer
+from headrace.workers.external.calls import Answer, Call, DriverLoop, EpisodePlace, OnAnswer
 
 REMEMBERED = 10_000
 """Number of ended episodes whose ids are remembered, so that a call with such an id gets a precise error."""
@@ -38,7 +38,7 @@ REMEMBERED = 10_000
 MAX_ID_LENGTH = 256
 
 
-AnyPlace = TypeVar("AnyPlace", bound=Place)
+AnyPlace = TypeVar("AnyPlace", bound=EpisodePlace)
 
 
 class EpisodeTable(ABC, Generic[AnyPlace]):
@@ -224,7 +224,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             ended = EpisodeError(episode_id, "already_completed")
             raise ended if reason is None else EpisodeAbortedError(episode_id, reason)
 
-    def _forget(self, place: Place, reason: str | None) -> None:
+    def _forget(self, place: EpisodePlace, reason: str | None) -> None:
         """Note that the episode is over. Its place is not free yet."""
         if self._open.pop(place.episode_id, None) is not None:
             self._over[place.episode_id] = reason
@@ -261,7 +261,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             lost, self._lost = self._lost, []
         return calls, lost
 
-    def answer(self, answers: Iterable[tuple[Place, Answer]]) -> None:
+    def answer(self, answers: Iterable[tuple[EpisodePlace, Answer]]) -> None:
         """Answer the calls of these places, if they have any."""
         told = []
         with self._lock:
@@ -279,7 +279,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         if self.driver_loop is not None:
             self.driver_loop.flush()
 
-    def release(self, place: Place, aborted: str | None = None) -> None:
+    def release(self, place: EpisodePlace, aborted: str | None = None) -> None:
         """Free the place of an episode that has ended, or was `aborted` for a reason.
 
         Answers its pending call, with an error if it was aborted. An earlier reason wins over `aborted`.
@@ -290,7 +290,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             error = EpisodeAbortedError(place.episode_id, self._over.get(place.episode_id) or aborted)
         self.answer([(place, Answer(error=error))])
 
-    def _vacate(self, place: Place, aborted: str | None) -> None:
+    def _vacate(self, place: EpisodePlace, aborted: str | None) -> None:
         with self._lock:
             if place.released:  # both sides may abort an episode
                 return

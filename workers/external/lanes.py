@@ -23,7 +23,7 @@ from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
 from headrace.workers.envs.recovery import SharedRecovery
 from headrace.workers.envs.sequential_step import Outcome
-from headrace.workers.external.calls import Call, Place
+from headrace.workers.external.calls import Call, EpisodePlace
 from headrace.workers.external.episodes import EpisodeTable
 from headrace.workers.external.self_driven import RunThread, SelfDrivenEnv
 from headrace.workers.metrics.timers import WAIT
@@ -137,7 +137,7 @@ class ExternalLanes(LaneDriver):
 
     def _take_down(self) -> None:
         drive, self._run = self._run, None
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, EpisodePlace] = {}
         """Places of the lanes that are live, by lane."""
         self._under_way: set[int] = set()
         for lane in self.lanes:
