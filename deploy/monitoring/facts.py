@@ -22,6 +22,7 @@ from headrace.deploy.run.redis_server import serving
 from headrace.deploy.run.redis_view import FleetView, LearnerRowView, Snapshot
 from headrace.deploy.run.run_dir import is_locked
 from headrace.schemas.accounts.process_state import ProcessState as ProcessState
+from headrace.schemas.basics.closable import Closable
 from headrace.schemas.basics.run_files import read_regular
 from headrace.schemas.errors import HeadraceError, RedisContractError, RedisUnavailableError
 from headrace.schemas.settings.config import FleetConfig
@@ -96,7 +97,7 @@ class Facts:
         return self.snapshot.settings.get(key) if self.config is None else self.config.value_of(key)
 
 
-class FactsReader:
+class FactsReader(Closable):
     """Reads the facts of a fleet repeatedly. The run directory names the fleet, or a Redis URL and the fleet's name do.
 
     A Redis that does not answer is a fact, not an error. One thread at a time.
@@ -153,12 +154,6 @@ class FactsReader:
         if self.view is not None:
             self.view.close()
             self.view = None
-
-    def __enter__(self) -> FactsReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _read_fleet(self) -> FleetFile | None:
         """Read fleet.json again: a run that is resumed may have another Redis."""

@@ -19,11 +19,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 import orjson
 
 from headrace.deploy.process.parent_death import bound_to_us
+from headrace.schemas.basics.closable import Closable
 from headrace.schemas.basics.stop_event import sigterm_blocked
 
 log = logging.getLogger("headrace.supervisor")
@@ -41,7 +42,7 @@ _ANSWER_S = 10.0
 """Seconds to wait for a fork. After it the process is executed instead."""
 
 
-class ForkServer:
+class ForkServer(Closable):
     """A process that has imported everything and forks processes of Headrace's commands. Use it in one thread.
 
     It blocks SIGTERM, which a service manager may send to all processes. A forked process handles SIGTERM as we do.
@@ -65,12 +66,6 @@ class ForkServer:
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
             )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def end(self) -> None:
         """Kill the fork server without waiting for its end. Processes that it has forked live on."""

@@ -18,6 +18,7 @@ from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, add_up
 from headrace.schemas.accounts.logged_metrics import LoggedMetric, RowValues
 from headrace.schemas.accounts.process_state import ProcessState
+from headrace.schemas.basics.closable import Closable
 from headrace.schemas.basics.headrace_version import MOST_VERSION
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.basics.process_usage import crowded_cores
@@ -121,7 +122,7 @@ class EventView:
     fields: Mapping[str, str]
 
 
-class FleetView:
+class FleetView(Closable):
     """Reads one fleet's keys. It may be kept and read again; one thread at a time."""
 
     def __init__(self, url: str, fleet_id: str) -> None:
@@ -223,12 +224,6 @@ class FleetView:
     def close(self) -> None:
         """Close the connection."""
         self._reader.client.close()
-
-    def __enter__(self) -> FleetView:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def crowded_learner(seen: Snapshot) -> tuple[str, str] | None:

@@ -25,6 +25,7 @@ from headrace.learner_stub.link.fleet_place import Where, address_sources, as_li
 from headrace.learner_stub.publishing.broker_weights import BrokerWeights
 from headrace.learner_stub.publishing.task_publisher import TaskPublisher
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.closable import Closable
 from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.chunks.module_spaces import check_module_ids
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
@@ -39,7 +40,7 @@ log = logging.getLogger("headrace.learner")
 StateDict = Mapping[str, torch.Tensor | NDArray[Any]]
 
 
-class WeightPublisher:
+class WeightPublisher(Closable):
     """Sends versions (learner_epoch, seq) to the broker's relay.
 
     It keeps the newest version and sends it again to a broker that has lost it. It shares the lease of this process's
@@ -184,7 +185,9 @@ class WeightPublisher:
             broker.pump()
             if broker.refusal is not None:
                 raise refusal(*broker.refusal)
-        self._raise_refused()
+        for broker in self._brokers:
+            if not self._publishing and (error := broker.take_refused()) is not None:
+                raise error  # once, and not while another version is being published
         for broker in self._brokers:
             broker.tick(now)
 
@@ -196,12 +199,6 @@ class WeightPublisher:
             broker.close()
         if self._tasks is not None:
             self._tasks.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _check_finite(self, arrays: Arrays, allow_non_finite: bool) -> None:
         try:
@@ -222,12 +219,6 @@ class WeightPublisher:
                 return shared
         copies = {name: array.copy() for name, array in arrays.items()}
         return copies, weights_digest(copies)
-
-    def _raise_refused(self) -> None:
-        """Raise the error for a version that a worker refused, once, but not while another is being published."""
-        for broker in self._brokers:
-            if not self._publishing and (error := broker.take_refused()) is not None:
-                raise error
 
     def _join(self, timeout_s: float) -> None:
         deadline = connection.now() + timeout_s

@@ -18,6 +18,7 @@ from headrace.learner_stub.link import connection
 from headrace.learner_stub.link.broker_link import BrokerLink, await_message
 from headrace.learner_stub.link.fleet_place import Where, address_sources, as_list, find_fleet
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.closable import Closable
 from headrace.schemas.chunks.task import check_values
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
 from headrace.schemas.errors import EncodeError, refusal
@@ -32,7 +33,7 @@ _CONTROL = messages_to("teacher")
 _RETRY_S = 1.0
 
 
-class TaskPublisher:
+class TaskPublisher(Closable):
     """Sends tasks to all brokers of a fleet, which keep the newest over restarts and hand it to each worker.
 
     Between two calls it does nothing, and it needs no `EpisodeStream`. The arguments are those of `WeightPublisher`, as
@@ -91,12 +92,6 @@ class TaskPublisher:
         """Close the connections. The fleet keeps its tasks."""
         for link in self._links:
             link.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _ask(self, messages: Sequence[Message], wanted: Version) -> list[Version]:
         """Send each broker its message until it has acknowledged `wanted`. Return what each has."""

@@ -249,7 +249,7 @@ class SourceEpisodes:
                 self._players.setdefault(player, len(self._players))
             self._grow(envs)
         if module_id not in self._templates:
-            self._templates[module_id] = _empty(batch)
+            self._templates[module_id] = batch.emptied()
         rows = batch.table.view(_WHOLE).copy().view(CHUNK_TABLE)
         players = [self._players[player] for player in named]
         if players != list(range(len(players))):
@@ -307,14 +307,6 @@ class SourceEpisodes:
         reasons = ("", reason)
         template = self._templates[module_id]
         return replace(template, table=table, agents=agents, reasons=reasons, tasks=tasks, task_of=task_of)
-
-
-def _empty(batch: ChunkBatch) -> ChunkBatch:
-    # New arrays: even a view of no rows would keep the whole message in memory.
-    columns = {name: np.empty((0, *column.shape[1:]), column.dtype) for name, column in batch.columns.items()}
-    table = np.empty(0, CHUNK_TABLE)
-    own: dict[str, Any] = {"table": table, "columns": columns, "tasks": (), "task_of": None}
-    return replace(batch, **own, infos={}, seq=0, order=None, connector_update={})
 
 
 def _template(end: SourceEnd, module_id: str, spaces: Spaces, told: Mapping[str, Any]) -> ChunkBatch:

@@ -363,7 +363,8 @@ class LearnerSession:
             return
         lost = growth(source.taken.dropped, start.settled.dropped)
         if lost or source.received:
-            reason = _main_reason(lost) if lost else Drop.GAP.value
+            # The one with the most steps; of equal ones the last in the alphabet.
+            reason = max(lost, key=lambda reason: (lost[reason][0], reason), default=Drop.GAP.value)
             self.arrivals.append(Arrival(ArrivalKind.GAP, key, None, None, reason, lost))
         source.received = start.settled.seq
         source.taken = source.committed = start.settled
@@ -406,8 +407,3 @@ class LearnerSession:
         else:
             self.state = LearnerSessionState.JOINING
             self._next_send = 0.0
-
-
-def _main_reason(lost: dict[str, Count]) -> str:
-    """Return the reason with the most steps; of equal ones the last in the alphabet."""
-    return max(lost, key=lambda reason: (lost[reason][0], reason))

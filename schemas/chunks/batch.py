@@ -38,6 +38,7 @@ from headrace.schemas.basics.bounds import (
 )
 from headrace.schemas.chunks.batch_views import TimeMajor, Transitions, time_major, transitions
 from headrace.schemas.chunks.chunk import (
+    CHUNK_TABLE,
     DEFAULT_AGENT,
     EXPLORE,
     LOOKBACK,
@@ -342,6 +343,12 @@ class ChunkBatch(Sequence[EpisodeChunk]):
         numbers = np.unique(self.task_of).tolist()
         parts = [(self.tasks[i - 1] if i else None, self.select(self.task_of == i)) for i in numbers]
         return [(task, replace(part, connector_update={}) if i else part) for i, (task, part) in enumerate(parts)]
+
+    def emptied(self) -> ChunkBatch:
+        """Return the batch without chunks. Its arrays are new: even a view of no rows would keep the whole message."""
+        columns = {name: np.empty((0, *column.shape[1:]), column.dtype) for name, column in self.columns.items()}
+        bare: dict[str, Any] = {"infos": {}, "order": None, "connector_update": {}, "tasks": (), "task_of": None}
+        return replace(self, table=np.empty(0, CHUNK_TABLE), columns=columns, seq=0, **bare)
 
     def halves(self) -> list[ChunkBatch]:
         """Split the batch in two, in column order; each half has its own infos.

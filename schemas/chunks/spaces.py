@@ -64,12 +64,12 @@ class Box(_FlatSpace):
     @property
     def low(self) -> NDArray[Any]:
         """Return the lowest value of each element, in the space's shape and dtype."""
-        return _in_dtype(box_bounds(self)[0], self.dtype)
+        return exact_bound(box_bounds(self)[0], np.dtype(self.dtype))
 
     @property
     def high(self) -> NDArray[Any]:
         """Return the highest value of each element, in the space's shape and dtype."""
-        return _in_dtype(box_bounds(self)[1], self.dtype)
+        return exact_bound(box_bounds(self)[1], np.dtype(self.dtype))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -294,15 +294,19 @@ def _row(leaf: Box, bound: Any, absent: float) -> NDArray[np.float64]:
     return np.array([absent if b is None else b for b in bound], np.float64).reshape(leaf.shape)
 
 
-def _in_dtype(bound: NDArray[np.float64], dtype: str) -> NDArray[Any]:
-    """Return `bound` in the space's dtype. Of integers the dtype's own bound stands for infinity."""
-    if np.dtype(dtype).kind not in "iu":
-        return bound.astype(dtype)
-    lowest, highest = np.iinfo(dtype).min, np.iinfo(dtype).max
-    inside = (bound > lowest) & (bound < highest)
-    whole = np.where(bound > 0, np.array(highest, dtype), np.array(lowest, dtype))
-    whole[inside] = bound[inside].astype(dtype)
-    return whole
+def exact_bound(bound: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return `bound` in the space's dtype. Of integers the dtype's own bound stands for infinity.
+
+    So rows are compared with it without a conversion, which is slow and rounds large integers.
+    """
+    if dtype.kind not in "iu":
+        return bound.astype(dtype)  # it was made from this dtype, and comes back exactly
+    span = np.iinfo(dtype)
+    exact: NDArray[Any] = np.full(bound.shape, span.max, dtype)
+    np.copyto(exact, span.min, where=bound <= span.min)
+    inner = (bound > span.min) & (bound < span.max)
+    exact[inner] = bound[inner].astype(dtype)
+    return exact
 
 
 def nest(space: Space, columns: Mapping[str, NDArray[Any]], root: str) -> Any:

@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.closable import Closable
 from headrace.schemas.basics.run_files import open_own
 from headrace.schemas.frames.manifest import pack, view
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode_packed
@@ -55,7 +56,7 @@ def write_arrays(path: Path, fleet_id: str, version: Version, arrays: Arrays) ->
     return views, header["digest"]
 
 
-class NewFile:
+class NewFile(Closable):
     """A new file for the frames of one version, which come whole or piece by piece. Close it after the last one.
 
     A piece is copied once, and no process can read the file by its name until it has its final one.
@@ -83,12 +84,6 @@ class NewFile:
     def close(self) -> None:
         """Close the file. Its views stay."""
         os.close(self._descriptor)
-
-    def __enter__(self) -> NewFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def map_frames(path: str) -> list[Buffer]:

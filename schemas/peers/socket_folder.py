@@ -149,7 +149,7 @@ def check_socket(endpoint: str) -> None:
     """
     if not is_socket(endpoint):
         return
-    path = _path_of(endpoint)
+    path = Path(endpoint.removeprefix(SCHEME))
     if not path.is_absolute() or path.parent == path or _is_unfit(path):
         limit = f"ipc:///PATH, with a path of at most {_LONGEST_PATH} bytes"
         raise ConfigError(f"the address should be {limit}, got {endpoint!r:.160}")
@@ -193,10 +193,6 @@ def _check_parents(folder: Path) -> None:
     if about.st_uid not in (os.geteuid(), _ROOT) or about.st_mode & 0o022:
         advice = "check the address, or start the fleet first"
         raise socket_folder_error(str(folder), f"there is none, and others may make it in {above}; {advice}")
-
-
-def _path_of(endpoint: str) -> Path:
-    return Path(endpoint.removeprefix(SCHEME))
 
 
 def _is_unfit(path: Path) -> bool:

@@ -54,16 +54,14 @@ class InlineAgents(AgentSource):
         self._answers: dict[int, Any] = {}
         """The reply of each lane's env to its last step."""
         self._envs: BuiltEnvs | None = None
-        self._first = first
-        self.build(table.config)
+        self.build(table.config, first)
 
     # -- building -----------------------------------------------------------------------------------------------------
 
-    def build(self, config: EnvRunnerConfig) -> None:
+    def build(self, config: EnvRunnerConfig, first: Any = None) -> None:
         check_inline(config)
         self._table.config = config
         self.stop()
-        first, self._first = self._first, None
         self._envs = BuiltEnvs(self._table, self, first)
         try:
             for lane, slot in zip(self.lanes, self._envs.slots, strict=True):

@@ -74,7 +74,8 @@ class PackedEnv(gym.Env[Any, Any]):
         values, problems = check_rewards(list(rewards.values()), [0] * len(rewards), [actions])
         for _, problem in problems[:1]:
             raise problem
-        ends = {agent: _end_of(agent, terminateds, truncateds) for agent in (*known, ALL)}
+        agents = (*known, ALL)
+        ends = {agent: end_of(terminateds.get(agent, False), truncateds.get(agent, False)) for agent in agents}
         got = dict(zip(rewards, values.tolist(), strict=True))
         yield self._unseen | self.packing.pack_seen(observations, got, ends)
         yield 0.0
@@ -87,10 +88,6 @@ class PackedEnv(gym.Env[Any, Any]):
         close = getattr(self._env, "close", None)
         if close is not None:
             close()
-
-
-def _end_of(agent: Any, terminateds: AgentDict, truncateds: AgentDict) -> ChunkEnd:
-    return end_of(terminateds.get(agent, False), truncateds.get(agent, False))
 
 
 def _blank(space: Space) -> Any:

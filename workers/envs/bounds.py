@@ -18,6 +18,7 @@ from headrace.schemas.chunks.spaces import (
     Space,
     box_bounds,
     column_dtype,
+    exact_bound,
     leaf_shape,
     leaves,
 )
@@ -51,7 +52,7 @@ def leaf_bounds(leaf: Leaf) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
     low: NDArray[Any]
     high: NDArray[Any]
     if isinstance(leaf, Box):
-        low, high = (_in_dtype(bound, dtype) for bound in box_bounds(leaf))
+        low, high = (exact_bound(bound, dtype) for bound in box_bounds(leaf))
     elif isinstance(leaf, MultiDiscrete):
         low = leaf.start
         high = low + leaf.nvec - 1
@@ -85,18 +86,6 @@ def nearest_to_zero(leaf: Leaf) -> NDArray[Any]:
     low, high = (np.array(bound, np.float64) for bound in (leaf.flat_low, leaf.flat_high))  # None becomes NaN
     nearest: NDArray[Any] = np.fmin(np.fmax(0.0, low), high).astype(leaf.dtype)
     return nearest.reshape(leaf.shape) if nearest.ndim else nearest
-
-
-def _in_dtype(bound: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return bounds that are compared with rows without a conversion, which is slow and rounds large integers."""
-    if dtype.kind not in "iu":
-        return bound.astype(dtype)  # it was made from this dtype, and comes back exactly
-    span = np.iinfo(dtype)
-    exact: NDArray[Any] = np.full(bound.shape, span.max, dtype)
-    np.copyto(exact, span.min, where=bound <= span.min)
-    inner = (bound > span.min) & (bound < span.max)
-    exact[inner] = bound[inner].astype(dtype)
-    return exact
 
 
 def _choices(leaf: Leaf) -> frozenset[int]:

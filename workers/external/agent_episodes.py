@@ -16,7 +16,7 @@ from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.schemas.errors.episodes import EpisodeError
 from headrace.workers.agents.env import ALL
 from headrace.workers.envs.checks import own_info
-from headrace.workers.external.calls import Call, OnAnswer, Place, Row, RowReader, add_reward
+from headrace.workers.external.calls import Call, EpisodePlace, OnAnswer, Row, RowReader, add_reward
 from headrace.workers.external.episodes import EpisodeTable
 
 
@@ -40,7 +40,7 @@ class AgentsCall(Call):
 
 
 @dataclass(slots=True, eq=False)
-class AgentsPlace(Place):
+class AgentsPlace(EpisodePlace):
     """The place of one episode, with the rewards, infos and ends logged since the last call."""
 
     playing: set[Any] = field(default_factory=set)
@@ -136,38 +136,16 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
     def _new_place(self, lane: int, episode_id: str, training_enabled: bool) -> AgentsPlace:
         return AgentsPlace(lane, episode_id, training_enabled)
 
-    def take_step(
-        self,
-        episode_id: str,
-        news: tuple[Any, ...],
-        observation: Mapping[Any, Row],
-        on_answer: OnAnswer,
-        *,
-        action: Mapping[Any, Row] | None = None,
-        end: ChunkEnd = ChunkEnd.ONGOING,
-    ) -> None:
-        """Call `log_returns` with `news`, then `ask`, `log_action` or `end`, as one call. Raises the same errors.
-
-        After an error nothing of the call counts. The caller has checked that rows are in their spaces, and does not
-        change them afterwards. `news` names agents by the texts of their ids.
-        """
-        if action is not None and not self._takes_logged:
-            raise EpisodeError(episode_id, "cannot_log")
-        with self._lock:
-            place = self._find(episode_id)
-            try:
-                if news:
-                    self._note(place, *map(self._with_ids, news))
-                self._check_seen(place, observation, end)
-                if action is not None:
-                    self._check_logged(place, observation, action)
-            except HeadraceError:
-                place.forget()
-                raise
-            self._admit(self._call(place, observation, on_answer, action, end))
-
-    def _with_ids(self, by_text: Mapping[str, Any]) -> dict[Any, Any]:
-        return {self._ids.get(agent, agent): value for agent, value in by_text.items()}
+    def _take_news(self, place: AgentsPlace, news: tuple[Any, ...], seen: Any, action: Any, end: ChunkEnd) -> None:
+        try:
+            if news:
+                self._note(place, *({self._ids.get(agent, agent): own for agent, own in told.items()} for told in news))
+            self._check_seen(place, seen, end)
+            if action is not None:
+                self._check_logged(place, seen, action)
+        except HeadraceError:
+            place.forget()
+            raise
 
     def _new_call(
         self, place: AgentsPlace, observation: Any, on_answer: OnAnswer, action: tuple[Any] | None, end: ChunkEnd

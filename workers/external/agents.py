@@ -36,11 +36,11 @@ class ExternalAgentLanes(ExternalLanes):
         """The lanes of the env."""
         return self
 
-    def build(self, config: EnvRunnerConfig) -> None:
+    def build(self, config: EnvRunnerConfig, first: Any = None) -> None:
         """Build the env, after closing any earlier one. Raises if it cannot be built."""
         self._heard: dict[int, AgentsCall] = {}
         """Calls that are not yet taken in, by lane."""
-        super().build(config)
+        super().build(config, first)
 
     def _learn_spaces(self, env: Any) -> None:
         gym_spaces = gym_spaces_of(env)

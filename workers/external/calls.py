@@ -51,7 +51,7 @@ OnAnswer = Callable[[Answer], None]
 class Call:
     """An observation, answered by an action or by the end of the episode. `info` belongs to the previous action."""
 
-    place: Place
+    place: EpisodePlace
     on_answer: OnAnswer
     info: dict[Any, Any]
     end: ChunkEnd = ChunkEnd.ONGOING
@@ -68,7 +68,7 @@ class SoloCall(Call):
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class EpisodePlace:
     """The place of one open episode. `lane` is its row in the sampler's columns."""
 
     lane: int
@@ -82,7 +82,7 @@ class Place:
 
 
 @dataclass(slots=True, eq=False)
-class SoloPlace(Place):
+class SoloPlace(EpisodePlace):
     """The place of one agent's episode, with the reward and info logged since its last action."""
 
     reward: float = 0.0

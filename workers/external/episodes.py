@@ -29,7 +29,7 @@ from headrace.schemas.errors.episodes import (
     EpisodesClosedError,
     NoFreePlaceError,
 )
-from headrace.workers.external.calls import Answer, Call, DriverLoop, OnAnswer, Place
+from headrace.workers.external.calls import Answer, Call, DriverLoop, EpisodePlace, OnAnswer
 
 REMEMBERED = 10_000
 """Number of ended episodes whose ids are remembered, so that a call with such an id gets a precise error."""
@@ -38,7 +38,7 @@ REMEMBERED = 10_000
 MAX_ID_LENGTH = 256
 
 
-AnyPlace = TypeVar("AnyPlace", bound=Place)
+AnyPlace = TypeVar("AnyPlace", bound=EpisodePlace)
 
 
 class EpisodeTable(ABC, Generic[AnyPlace]):
@@ -116,6 +116,28 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         end = ChunkEnd.TRUNCATED if truncated else ChunkEnd.TERMINATED
         self._accept(episode_id, observation, on_answer, end=end)
 
+    def take_step(
+        self,
+        episode_id: str,
+        news: tuple[Any, ...],
+        observation: Any,
+        on_answer: OnAnswer,
+        *,
+        action: Any = None,
+        end: ChunkEnd = ChunkEnd.ONGOING,
+    ) -> None:
+        """Call `log_returns` with `news`, then `ask`, `log_action` or `end`, as one call. Raises the same errors.
+
+        The caller has checked that rows are in their spaces, and does not change them afterwards. `news` names agents
+        by the texts of their ids. After an error nothing of a call with several agents counts.
+        """
+        if action is not None and not self._takes_logged:
+            raise EpisodeError(episode_id, "cannot_log")
+        with self._lock:
+            place = self._find(episode_id)
+            self._take_news(place, news, observation, action, end)
+            self._admit(self._call(place, observation, on_answer, action, end))
+
     def abort(self, episode_id: str, reason: str) -> None:
         """Abort the episode, because its driver is gone. A pending call gets the error as its answer."""
         with self._lock:
@@ -188,13 +210,21 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         `action` is in a tuple, because None may be an action.
         """
 
+    @abstractmethod
+    def _take_news(self, place: AnyPlace, news: tuple[Any, ...], seen: Any, action: Any, end: ChunkEnd) -> None:
+        """Note `news` as `log_returns` does, and check the rows of a step that go with them."""
+
+    @abstractmethod
+    def _call(self, place: AnyPlace, seen: Any, on_answer: OnAnswer, logged: Any, end: ChunkEnd) -> Call:
+        """Return the call with these checked rows, and with everything logged since the last."""
+
     def _check_not_over(self, episode_id: str) -> None:
         if episode_id in self._over:
             reason = self._over[episode_id]
             ended = EpisodeError(episode_id, "already_completed")
             raise ended if reason is None else EpisodeAbortedError(episode_id, reason)
 
-    def _forget(self, place: Place, reason: str | None) -> None:
+    def _forget(self, place: EpisodePlace, reason: str | None) -> None:
         """Note that the episode is over. Its place is not free yet."""
         if self._open.pop(place.episode_id, None) is not None:
             self._over[place.episode_id] = reason
@@ -231,7 +261,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             lost, self._lost = self._lost, []
         return calls, lost
 
-    def answer(self, answers: Iterable[tuple[Place, Answer]]) -> None:
+    def answer(self, answers: Iterable[tuple[EpisodePlace, Answer]]) -> None:
         """Answer the calls of these places, if they have any."""
         told = []
         with self._lock:
@@ -249,7 +279,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         if self.driver_loop is not None:
             self.driver_loop.flush()
 
-    def release(self, place: Place, aborted: str | None = None) -> None:
+    def release(self, place: EpisodePlace, aborted: str | None = None) -> None:
         """Free the place of an episode that has ended, or was `aborted` for a reason.
 
         Answers its pending call, with an error if it was aborted. An earlier reason wins over `aborted`.
@@ -260,7 +290,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             error = EpisodeAbortedError(place.episode_id, self._over.get(place.episode_id) or aborted)
         self.answer([(place, Answer(error=error))])
 
-    def _vacate(self, place: Place, aborted: str | None) -> None:
+    def _vacate(self, place: EpisodePlace, aborted: str | None) -> None:
         with self._lock:
             if place.released:  # both sides may abort an episode
                 return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,13 +17,13 @@ from headrace.schemas.errors import CallbackError, ConfigError, EnvContractError
 from headrace.schemas.errors.episodes import ClientLostError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
-from headrace.workers.envs.driver import Pace, StartEpisodes
+from headrace.workers.envs.driver import LaneDriver, Pace
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.lane import Episode, Lane
+from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
 from headrace.workers.envs.recovery import SharedRecovery
 from headrace.workers.envs.sequential_step import Outcome
-from headrace.workers.external.calls import Call, Place
+from headrace.workers.external.calls import Call, EpisodePlace
 from headrace.workers.external.episodes import EpisodeTable
 from headrace.workers.external.self_driven import RunThread, SelfDrivenEnv
 from headrace.workers.metrics.timers import WAIT
@@ -34,7 +34,7 @@ _NOTHING, _NO_LANE = np.empty(0), np.empty(0, np.intp)
 _GIVEN_UP = "its worker has given it up (a reset, other weights of a new learner, an error there, or its end)"
 
 
-class ExternalLanes(ABC):
+class ExternalLanes(LaneDriver):
     """Lanes of one external env, which is the env of each of them. A lane is a place for one open episode.
 
     A lane is live from its episode's first observation on. It is under way from the answer to one observation until the
@@ -43,15 +43,8 @@ class ExternalLanes(ABC):
 
     pace = Pace.EXTERNAL
     seeds_every_episode = False
-    steps_to_reset = False
     takes_tasks = False
-    on_rebuild: Callable[[], None] | None = None
-    on_episode_created: Callable[[Lane, Episode], None] | None = None
-    on_failure: Callable[[Lane, Failure], None] | None = None
-    on_wait: Callable[[], None] | None = None
     replies_at_once = False
-    has_processes = False
-    env_hosts = None
     episodes: Any
     """The table of the episodes."""
 
@@ -64,8 +57,7 @@ class ExternalLanes(ABC):
         self._recovery = SharedRecovery(table, self._rebuild, self._take_down)
         self._run: RunThread | None = None
         """The env that is up; None while it waits to be built again."""
-        self._first = first
-        self.build(table.config)
+        self.build(table.config, first)
 
     # -- what each kind of external env defines -----------------------------------------------------------------------
 
@@ -98,7 +90,7 @@ class ExternalLanes(ABC):
 
     # -- one env after another ----------------------------------------------------------------------------------------
 
-    def build(self, config: EnvRunnerConfig) -> None:
+    def build(self, config: EnvRunnerConfig, first: Any = None) -> None:
         """Build the env, after closing any earlier one. Raises if it cannot be built."""
         self.heard_at = time.monotonic()
         """When a driver of an episode last said something, in monotonic seconds."""
@@ -108,7 +100,6 @@ class ExternalLanes(ABC):
         self._creator = find_creator(config.env)
         self.stop()
         self._recovery.begin()
-        first, self._first = self._first, None
         try:
             with naming_what_failed(config, 0):
                 env = self._checked(self._creator(table.new_context(0)) if first is None else first)
@@ -146,7 +137,7 @@ class ExternalLanes(ABC):
 
     def _take_down(self) -> None:
         drive, self._run = self._run, None
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, EpisodePlace] = {}
         """Places of the lanes that are live, by lane."""
         self._under_way: set[int] = set()
         for lane in self.lanes:
@@ -274,12 +265,8 @@ class ExternalLanes(ABC):
 
     # -- episodes -----------------------------------------------------------------------------------------------------
 
-    def try_reset(self, lanes: Sequence[int]) -> None:  # noqa: B027 - a driver cannot be told to begin
-        """Do nothing: the next episode begins when a driver begins one."""
-
-    def take_started(self) -> list[int]:
-        """Return the lanes that began an episode since the last call."""
-        return self._table.take_started()
+    def try_reset(self, lanes: Sequence[int]) -> None:
+        """Do nothing: the next episode begins when a driver begins one. It cannot be told to."""
 
     def end_episodes(self, lanes: Sequence[int]) -> None:
         """Drop the episodes of `lanes`. The driver of an abandoned episode gets an error."""
@@ -291,10 +278,6 @@ class ExternalLanes(ABC):
                 self.episodes.release(place, _GIVEN_UP)
 
     # -- when it fails ------------------------------------------------------------------------------------------------
-
-    def fail(self, failure: Failure) -> None:
-        """Take the lane out. `try_restart` handles the failure."""
-        self._table.failed.append(failure)
 
     def try_restart(self) -> None:
         """Handle the failures, and rebuild the env if it failed.
@@ -334,9 +317,9 @@ class ExternalLanes(ABC):
         )
         self.lanes[0].budget.spend(failure.error, time.monotonic())
 
-    def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
-        """Rebuild the env if its wait is over. Does not block: `poll` notices new drivers."""
-        start_episodes(self._revive)
+    @property
+    def _is_up(self) -> bool:
+        return True  # `wait_for_one` does not block: `poll` notices new drivers
 
     def _revive(self) -> None:
         self._recovery.revive()

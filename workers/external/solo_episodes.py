@@ -35,27 +35,9 @@ class ExternalEpisodes(EpisodeTable[SoloPlace]):
         told = place.info if info is None else own_info(info)
         place.reward, place.info = add_reward(place.reward, reward), told
 
-    def take_step(
-        self,
-        episode_id: str,
-        news: tuple[Any, ...],
-        observation: Row,
-        on_answer: OnAnswer,
-        *,
-        action: Row | None = None,
-        end: ChunkEnd = ChunkEnd.ONGOING,
-    ) -> None:
-        """Call `log_returns` with `news`, then `ask`, `log_action` or `end`, as one call. Raises the same errors.
-
-        The caller has checked that both rows are in their spaces, and does not change them afterwards.
-        """
-        if action is not None and not self._takes_logged:
-            raise EpisodeError(episode_id, "cannot_log")
-        with self._lock:
-            place = self._find(episode_id)
-            if news:
-                self._note(place, *news)
-            self._admit(self._call(place, observation, on_answer, action, end))
+    def _take_news(self, place: SoloPlace, news: tuple[Any, ...], seen: Row, action: Any, end: ChunkEnd) -> None:
+        if news:
+            self._note(place, *news)
 
     def _new_place(self, lane: int, episode_id: str, training_enabled: bool) -> SoloPlace:
         return SoloPlace(lane, episode_id, training_enabled)

@@ -39,7 +39,7 @@ from headrace.workers.runner.policy_names import ModuleIdNames, Selection, Wante
 from headrace.workers.runner.state import RunnerState, Version
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.external_wait import ExternalWait
-from headrace.workers.sampling.poll_loop import Enough, check_size, enough_episodes, enough_steps, poll_until
+from headrace.workers.sampling.poll_loop import Enough, check_size, enough_episodes, enough_steps
 from headrace.workers.sampling.sampled_steps import ActionMode, SampledSteps
 from headrace.workers.sampling.sampler import Sampler
 
@@ -402,16 +402,14 @@ class EnvRunner(ABC, Generic[Batch]):
         on_wait: Callable[[], None] | None = None,
         stop_at_episodes: int | None = None,
     ) -> None:
+        """Call `on_poll` after each poll, and `on_wait` (default: `on_poll`) in waits for envs."""
+        sampler, on_wait = self._existing_sampler, on_wait or on_poll
         with self.totals.timers.budget.spent_on(SAMPLING):
             try:
-                poll_until(
-                    enough,
-                    self._existing_sampler,
-                    lambda: self._state.version.seq,
-                    on_poll=on_poll,
-                    on_wait=on_wait,
-                    stop_at_episodes=stop_at_episodes,
-                )
+                while not enough():
+                    sampler.poll(self._state.version.seq, on_wait=on_wait, stop_at_episodes=stop_at_episodes)
+                    if on_poll is not None:
+                        on_poll()
             except ModuleError as error:
                 epoch, seq = self.weights_version
                 if epoch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import gymnasium as gym
@@ -78,18 +78,11 @@ AnyRunner = EnvRunner[Any]
 
 
 def open_runner(
-    config: EnvRunnerConfig,
-    worker_index: int = 0,
-    *,
-    incarnation: int = 0,
-    run_uid: str = "",
-    on_wait: Callable[[str], None] | None = None,
-    calls: CallMark | None = None,
+    config: EnvRunnerConfig, worker_index: int = 0, *, calls: CallMark | None = None, **options: Any
 ) -> AnyRunner:
-    """Build the runner of one agent, or of several where `config` has policies. See `EnvRunner`."""
+    """Build the runner of one agent, or of several where `config` has policies. `options`: see `EnvRunner`."""
     kind = part("MultiAgentEnvRunner") if config.is_multi_agent else SingleAgentEnvRunner
-    who: dict[str, Any] = {"incarnation": incarnation, "run_uid": run_uid}
-    runner: AnyRunner = kind(config, worker_index, **who, on_wait=on_wait, calls=calls)
+    runner: AnyRunner = kind(config, worker_index, calls=calls, **options)
     if calls is not None and calls.sides is not None:
         calls.sides.keep()
     return runner

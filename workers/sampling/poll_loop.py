@@ -1,4 +1,4 @@
-"""Polls until a sample is complete: enough steps were taken, or enough episodes have ended. Checks its size, too."""
+"""Says when a sample is complete: enough steps were taken, or enough episodes have ended. Checks its size, too."""
 
 from __future__ import annotations
 
@@ -13,23 +13,7 @@ from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.sampling.sampler import Sampler
 
 Enough = Callable[[], bool]
-"""Asked before each poll; True ends the loop."""
-
-
-def poll_until(
-    enough: Enough,
-    sampler: Sampler[Any, Any],
-    read_weights_seq: Callable[[], int],
-    *,
-    on_poll: Callable[[], None] | None = None,
-    on_wait: Callable[[], None] | None = None,
-    stop_at_episodes: int | None = None,
-) -> None:
-    """Poll until `enough`. Call `on_poll` after each poll, and `on_wait` (default: `on_poll`) in waits for envs."""
-    while not enough():
-        sampler.poll(read_weights_seq(), on_wait=on_wait or on_poll, stop_at_episodes=stop_at_episodes)
-        if on_poll is not None:
-            on_poll()
+"""Asked before each poll; True ends the sample."""
 
 
 def enough_steps(steps: int, sampler: Sampler[Any, Any], totals: RunnerTotals, *, of_agents: bool) -> Enough:

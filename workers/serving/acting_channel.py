@@ -218,7 +218,7 @@ class ShippedEpisodes:
 
     def take(self, owner: object, batch: ChunkBatch) -> ChunkBatch:
         """Return the batch, of one module, with env indices, as it goes into the stream."""
-        owned, template, table = self._owned.setdefault(owner, {}), _empty(batch), batch.table.copy()
+        owned, template, table = self._owned.setdefault(owner, {}), batch.emptied(), batch.table.copy()
         for at, stop in enumerate(stops(table, batch.columns.get("env_t")).tolist()):
             row = table[at]
             id = int(row["id_high"]), int(row["id_low"]), batch.agents[row["agent"]], batch.modules[0]
@@ -259,9 +259,3 @@ class ShippedEpisodes:
             return heapq.heappop(self._free)
         self._next_place += 1
         return self._next_place - 1
-
-
-def _empty(batch: ChunkBatch) -> ChunkBatch:
-    columns = {name: np.empty((0, *column.shape[1:]), column.dtype) for name, column in batch.columns.items()}
-    table = np.empty(0, CHUNK_TABLE)
-    return replace(batch, table=table, columns=columns, infos={}, order=None, connector_update={}, task_of=None)

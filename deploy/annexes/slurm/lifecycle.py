@@ -12,7 +12,7 @@ import orjson
 
 from headrace.broker.files.rendezvous_file import note_stopped
 from headrace.deploy.annexes.slurm.job_file import JobFile, jobs_locked, read_jobs, settings_file, write_jobs
-from headrace.deploy.annexes.slurm.scheduler import Task, end, stop, submit, tasks_of
+from headrace.deploy.annexes.slurm.scheduler import ClusterTask, end, stop, submit, tasks_of
 from headrace.deploy.annexes.slurm.submission import FleetPart, for_cluster, job_prefix, sbatch_line
 from headrace.deploy.process.fleet_errors import FleetError, slurm_error
 from headrace.deploy.run.key_pairs import ensure_keys
@@ -86,7 +86,7 @@ def up(config: FleetConfig) -> tuple[Path, JobFile]:
     return run_dir, jobs
 
 
-def _submit_missing(jobs: JobFile, config: FleetConfig, run_dir: Path, tasks: Sequence[Task]) -> None:
+def _submit_missing(jobs: JobFile, config: FleetConfig, run_dir: Path, tasks: Sequence[ClusterTask]) -> None:
     """Submit the worker tasks and env hosts that are asked for and are not among `tasks`. Note their arrays."""
     for part, arrays, wanted in (
         (FleetPart.WORKERS, jobs.workers, jobs.worker_tasks),
@@ -114,7 +114,7 @@ def _check_earlier_run(run_dir: Path, config: FleetConfig) -> None:
         earlier.check(config, resume=False, advice=advice)
 
 
-def _tasks(jobs: JobFile) -> list[Task]:
+def _tasks(jobs: JobFile) -> list[ClusterTask]:
     return tasks_of(jobs.ids, jobs.name) if jobs.ids else []
 
 
@@ -138,15 +138,12 @@ def scale(run_dir: Path, wanted: int | None) -> tuple[int, int]:
         jobs.env_hosts = [array for array in jobs.env_hosts if array in known]
         try:
             _submit_missing(jobs, config, run_dir, tasks)
-            stop(_last_first(there)[: max(0, len(there) - jobs.worker_tasks)])
+            # First those that have not started, then the newest.
+            there.sort(key=lambda task: (not task.is_pending, -task.base, -task.index))
+            stop(there[: max(0, len(there) - jobs.worker_tasks)])
         finally:
             write_jobs(run_dir, jobs)
     return len(there), jobs.worker_tasks
-
-
-def _last_first(tasks: Sequence[Task]) -> list[Task]:
-    """Return tasks in the order in which they are stopped: first those that have not started, then the newest."""
-    return sorted(tasks, key=lambda task: (not task.is_pending, -task.base, -task.index))
 
 
 def down(run_dir: Path, say: Say) -> None:
@@ -162,7 +159,7 @@ def down(run_dir: Path, say: Say) -> None:
     if own == str(jobs.head):  # the head job's script runs this after `headrace up` has ended or was killed
         note_stopped(run_dir / RENDEZVOUS_FILE)
 
-    def left(head: bool) -> list[Task]:
+    def left(head: bool) -> list[ClusterTask]:
         tasks = [task for task in _tasks(jobs) if (task.base == jobs.head) is head and not task.is_over]
         return [task for task in tasks if own not in (task.job, str(task.base))]
 
@@ -178,7 +175,7 @@ def down(run_dir: Path, say: Say) -> None:
                 raise slurm_error(f"scancel {names}", "these jobs do not end", "ask the cluster's administrators")
 
 
-def _gone(left: Callable[[], list[Task]], deadline_s: float, say: Say) -> bool:
+def _gone(left: Callable[[], list[ClusterTask]], deadline_s: float, say: Say) -> bool:
     """Wait until no task is left, and report the remaining ones every 10 s. Return False at the deadline."""
     began, say_at = time.monotonic(), _SAY_S
     while tasks := left():

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from headrace.deploy.annexes.slurm.job_file import JobFile, read_jobs
-from headrace.deploy.annexes.slurm.scheduler import Task, tasks_of
+from headrace.deploy.annexes.slurm.scheduler import ClusterTask, tasks_of
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 
 _NEVER = "DependencyNeverSatisfied"
@@ -23,16 +23,16 @@ class Overview:
 
     run_dir: Path
     jobs: JobFile
-    tasks: list[Task]
+    tasks: list[ClusterTask]
     fleet: FleetFile | None
 
     @property
-    def head(self) -> Task | None:
+    def head(self) -> ClusterTask | None:
         """Return the head job; None once the controller has forgotten it."""
         return next((task for task in self.tasks if task.base == self.jobs.head), None)
 
     @property
-    def arrays(self) -> list[Task]:
+    def arrays(self) -> list[ClusterTask]:
         """Return the array tasks that hold a node or wait for one."""
         return [task for task in self.tasks if task.base != self.jobs.head and not task.is_over]
 
@@ -83,6 +83,6 @@ def table(overview: Overview) -> Table:
     return shown
 
 
-def _named(tasks: list[Task]) -> str:
+def _named(tasks: list[ClusterTask]) -> str:
     more = f" and {len(tasks) - _SHOWN} more" if len(tasks) > _SHOWN else ""
     return f"job{'s' if len(tasks) > 1 else ''} {', '.join(task.job for task in tasks[:_SHOWN])}{more}"

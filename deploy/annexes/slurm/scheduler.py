@@ -39,7 +39,7 @@ _ADVICE = {
 
 
 @dataclass(frozen=True)
-class Task:
+class ClusterTask:
     """A job, or one task of an array, as the controller has it. A task that has not started may lack a node."""
 
     job: str
@@ -79,7 +79,7 @@ def submit(line: Sequence[str]) -> int:
     return int(matched[1])
 
 
-def tasks_of(bases: Collection[int], name: str) -> list[Task]:
+def tasks_of(bases: Collection[int], name: str) -> list[ClusterTask]:
     """Return this user's jobs and array tasks with these ids, whose names begin with `name`.
 
     A controller that loses its state reuses ids, so an id alone may belong to another job.
@@ -89,16 +89,16 @@ def tasks_of(bases: Collection[int], name: str) -> list[Task]:
     return [task for task in found if task.base in bases and task.name.startswith(name)]
 
 
-def _task(line: str) -> Task:
+def _task(line: str) -> ClusterTask:
     job, base, index, name, state, elapsed, node, reason = line.split("|", 7)
-    return Task(job, _number(base), _number(index), name, state, elapsed, node, reason)
+    return ClusterTask(job, _number(base), _number(index), name, state, elapsed, node, reason)
 
 
 def _number(text: str) -> int:
     return int(text) if text.isdecimal() else -1
 
 
-def stop(tasks: Sequence[Task]) -> None:
+def stop(tasks: Sequence[ClusterTask]) -> None:
     """Cancel tasks that have not started. Send the others SIGTERM, so that they drain and end.
 
     Only the script of a job gets the signal. Without --batch, each process of the job would get it.
@@ -107,7 +107,7 @@ def stop(tasks: Sequence[Task]) -> None:
     _cancel([task.job for task in tasks if not task.is_pending], "--batch", "--signal=TERM")
 
 
-def end(tasks: Sequence[Task]) -> None:
+def end(tasks: Sequence[ClusterTask]) -> None:
     """Cancel tasks: each of their processes gets SIGTERM, and SIGKILL after Slurm's `KillWait`."""
     _cancel([task.job for task in tasks])
 

@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from headrace.deploy.annexes.slurm.job_file import JobFile, read_jobs, write_jobs
-from headrace.deploy.annexes.slurm.scheduler import Task, tasks_of
+from headrace.deploy.annexes.slurm.scheduler import ClusterTask, tasks_of
 from headrace.deploy.annexes.slurm.submission import SCRIPTS
 from headrace.deploy.run.fleet_file import read_fleet_file
 from support.fleets.running_fleet import audit_of, deep_audit_of, snapshot_of
@@ -161,7 +161,7 @@ class SlurmFleet:
         """Return its jobs and tasks that are not over."""
         return [task.job for task in self.all_tasks() if not task.is_over]
 
-    def all_tasks(self) -> list[Task]:
+    def all_tasks(self) -> list[ClusterTask]:
         """Return its jobs and tasks as `headrace slurm` sees them, also those that are over."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SLURM_CONF", self.cluster.environment["SLURM_CONF"])

@@ -55,18 +55,16 @@ class NativeLanes(EnvDriver):
         self._watchdog: Watchdog | None = None
         self._untold = set[str]()
         """Infos that no lane gets, of which the log has said so."""
-        self._first = first
-        self.build(table.config)
+        self.build(table.config, first)
 
     # -- the vector ---------------------------------------------------------------------------------------------------
 
-    def build(self, config: EnvRunnerConfig) -> None:
+    def build(self, config: EnvRunnerConfig, first: Any = None) -> None:
         table = self._table
         table.config = config
         self._creator = vector_creator(config)
         self.stop()
         self._recovery.begin()
-        first, self._first = self._first, None
         try:
             with naming_what_failed(config, 0):
                 if first is None:

@@ -56,8 +56,8 @@ class PartialNativeVector(NativeLanes):
     steps_to_reset = True
     seeds_every_episode = False
 
-    def build(self, config: EnvRunnerConfig) -> None:
-        super().build(config)
+    def build(self, config: EnvRunnerConfig, first: Any = None) -> None:
+        super().build(config, first)
         if not is_partial(self._env):
             self.stop()
             expected = "below num_envs, as it was when this runner was made; make a new one"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
+from headrace.schemas.basics.closable import Closable
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.chunks.task import Task
@@ -40,7 +41,7 @@ def open_processes(table: LaneTable) -> EnvProcessPool:
     return pool
 
 
-class EnvProcessPool(PoolBackend):
+class EnvProcessPool(PoolBackend, Closable):
     """A `PoolBackend` of `config.num_envs` lanes in processes of `config.envs_per_process` envs each, for one thread.
 
     Only the constructor, `step_wait` and `close` take time. Columns are views of memory that the processes write, so
@@ -297,11 +298,3 @@ class EnvProcessPool(PoolBackend):
         if not self._stopped:
             self._stopped = True
             self._processes.stop(ENV_CLOSE_TIMEOUT_S)
-
-    def __enter__(self) -> Self:
-        """Return the pool."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the pool."""
-        self.close()

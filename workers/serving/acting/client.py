@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.basics.closable import Closable
 from headrace.schemas.basics.dropped import when_dropped
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_size, leaves
@@ -52,7 +53,7 @@ class _InterruptedError(HeadraceError):
     """Interrupts the sampling of a fragment: the client closes, its session has ended, or a message is full."""
 
 
-class ActingClient:
+class ActingClient(Closable):
     """Drives episodes by a policy in this process, with the newest weights of a policy server.
 
     `config` is that of the worker: module, connectors, fragment length and so on must be the same; leave out `env`.
@@ -167,12 +168,6 @@ class ActingClient:
         """Ship finished chunks, end the session, and abort open episodes. Call it when no other call is under way."""
         self._dropped.detach()
         self._acting.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Acting:

@@ -17,6 +17,7 @@ from typing import Any, Self
 import zmq
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.closable import Closable
 from headrace.schemas.chunks.spaces import Spaces, nest
 from headrace.schemas.credentials.keys import CLIENT, ClientKeys, client_keys
 from headrace.schemas.errors import HeadraceError, UnreachableError
@@ -53,7 +54,7 @@ class _Episode:
     step: int = 0
 
 
-class PolicyClient:
+class PolicyClient(Closable):
     """Drives episodes whose actions a policy server chooses. With several agents, values are dicts by agent id.
 
     Any thread may call, but only one at a time for the same episode. Calls block until they are answered, at most
@@ -306,12 +307,6 @@ class PolicyClient:
         with suppress(HeadraceError):  # a server that is gone has ended the session already
             self._send_request(ClientBye(session=self.session, token=self._token), 1.0)
         self._own.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _send_heartbeats(client: weakref.ref[PolicyClient], closing: threading.Event, interval_s: float) -> None:

@@ -98,7 +98,8 @@ class ZmqListener:
                     steps.append(self._read_step(header, parts, address))
                 else:
                     self._deliver_steps(steps, sessions, now)  # requests stay in order
-                    self._deliver_other(kind, header, parts, address, sessions, now)
+                    request, batch = self._read_other(kind, header, parts)
+                    sessions.receive(request, address, now, batch)
             except Exception as error:  # noqa: BLE001  one client's message must not end the thread that serves all
                 address.send(error)
         self._deliver_steps(steps, sessions, now)
@@ -131,21 +132,14 @@ class ZmqListener:
         assert isinstance(observation, SpaceCodec), "a codec of several agents has no layout"
         return read_each(observation.rows_from_payloads, packed)
 
-    def _deliver_other(
-        self,
-        kind: MessageKind,
-        header: dict[str, Any],
-        parts: Sequence[Buffer],
-        address: ZmqAddress,
-        sessions: ClientSessions,
-        now: float,
-    ) -> None:
+    def _read_other(
+        self, kind: MessageKind, header: dict[str, Any], parts: Sequence[Buffer]
+    ) -> tuple[ClientRequest, Any]:
         arrays = decode_arrays(header, parts, self._caps)
         expected: type[ClientRequest] | None = REQUESTS.get(kind)
         if expected is None:
             raise ServingError(f"{kind.name} is not a message that a client sends", "bad_request")
-        request = read(expected, header)
-        sessions.receive(request, address, now, arrays.get("batch") if expected is ChunkShipment else None)
+        return read(expected, header), arrays.get("batch") if expected is ChunkShipment else None
 
     # -- sending ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,20 @@
+"""Objects that a `with` block closes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Self
+
+
+class Closable(ABC):
+    """What owns sockets, files or processes until `close`, also as a `with` block that closes it at its end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it owns."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
