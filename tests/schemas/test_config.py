@@ -124,6 +124,11 @@ def test_environment_variables_are_parsed_by_the_type_of_their_field(name: str, 
         ("[broker]\nallow_insecure = true", "allow_insecure = true .* Unix sockets serve this user alone; give broker"),
         ("[broker]\ntransport = 'tcp'", r"broker.transport: unknown key; did you mean broker.host\?"),
         ("[broker", "is not TOML"),
+        (
+            "[sampling]\nsynchronous = true\npolicies = {a = {}, b = {}}\npolicy_mapping_fn = {x = 'b', y = 'b'}\n"
+            "[learner]\nenabled = false\npolicies_to_train = ['a']",
+            r"maps no agent to a module of learner.policies_to_train = \['a'\], so no round of sampling.synchronous",
+        ),
     ],
 )
 def test_a_wrong_setting_gives_an_error_that_names_it(tmp_path: Path, text: str, message: str) -> None:
