@@ -18,6 +18,7 @@ from headrace.learner_stub.link import connection
 from headrace.learner_stub.link.broker_link import BrokerLink, await_message
 from headrace.learner_stub.link.fleet_place import Where, address_sources, as_list, find_fleet
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.stop_event import interrupt_held
 from headrace.schemas.chunks.task import check_values
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
 from headrace.schemas.errors import EncodeError, refusal
@@ -83,8 +84,9 @@ class TaskPublisher:
         tasks = _weighted(task)
         if not isinstance(group, int) or not 0 <= group <= MOST_GROUP:
             raise EncodeError(f"group = {group!r:.80} cannot be published; give an integer of 0 to {MOST_GROUP:,}")
-        self._version = self._version[0], self._version[1] + 1
-        self._ask([Tasks(version=self._version, tasks=tasks, group=group)] * len(self._links), self._version)
+        with interrupt_held():
+            self._version = self._version[0], self._version[1] + 1
+            self._ask([Tasks(version=self._version, tasks=tasks, group=group)] * len(self._links), self._version)
         return self._version
 
     def close(self) -> None:
