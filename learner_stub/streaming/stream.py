@@ -34,6 +34,7 @@ from headrace.learner_stub.streaming.source_progress import by_broker
 from headrace.learner_stub.streaming.stall_detector import StallDetector
 from headrace.learner_stub.streaming.update_size import UpdateSize
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.basics.stop_event import interrupt_held
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
@@ -118,7 +119,9 @@ class EpisodeStream:
         rendezvous: Where | AddressSource | Sequence[AddressSource] = None,
     ) -> None:
         if steps_per_update is not None and not 0 < steps_per_update <= MOST_WINDOW_STEPS // 2:
-            raise ValueError(f"steps_per_update = {steps_per_update} is out of bounds; give one of 1 to 2**39, or None")
+            raise ValueError(
+                f"steps_per_update = {brief(steps_per_update)} is out of bounds; give one of 1 to 2**39, or None"
+            )
         endpoints = as_list(endpoint)
         if synchronous and len(endpoints) > 1:
             raise ConfigError(f"synchronous sampling has one broker, got {len(endpoints)} endpoints", key="synchronous")
