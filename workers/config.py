@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from headrace.schemas.basics.bounds import MOST_SILENCE_S
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.peers.socket_folder import make_socket_folder
 from headrace.schemas.settings.config import FleetConfig
@@ -80,7 +81,7 @@ class EnvRunnerConfig(SamplingSettings):
         except ValidationError as error:
             first = error.errors()[0]
             key = str(first["loc"][0]) if first["loc"] else None
-            raise ConfigError(f"{first['msg']}, got {first['input']!r:.80}", key=key) from error
+            raise ConfigError(f"{first['msg']}, got {brief(first['input'])}", key=key) from error
         return config
 
 

@@ -3,8 +3,8 @@
     published ──▶ planned: each worker has a share ──▶ complete: every share is shipped ──▶ the next version
 
 The learner gets the batches of a round in the order of slots and batch numbers, whatever the order of their arrival. So
-a fleet with a fixed number of workers is reproducible to the bit. A worker that dies, or makes no step, does not hold
-up the others for ever: after a while they get what is left of its share.
+a fleet with a fixed number of workers is reproducible to the bit. A worker that dies, makes no step, or only steps of
+frozen modules, does not hold up the others for ever: after a while they get what is left of its share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ FIRST_WAIT_S = 60.0
 """Seconds that the first round waits for workers that the config starts and that have not connected yet."""
 
 LATE_LEASES = 3
-"""Number of lease times that a round waits for a worker that is connected but takes no step."""
+"""Number of lease times that a round waits for a worker that is connected but takes no step of a trained module."""
+
+_ONLY_FROZEN = " (no step is of learner.policies_to_train)"
 
 _SAY_WAITING_S = 10.0
 
@@ -39,10 +41,12 @@ class _Share:
     steps: int
     shipped: dict[int, int] = field(default_factory=dict)
     """Steps already shipped, by incarnation."""
-    seen: int = 0
-    """Env steps of the slot's newest life at `seen_at`."""
+    seen: tuple[int, int] = (0, 0)
+    """`_made` by the slot's worker at `seen_at`."""
     seen_at: float = 0.0
-    """Time at which the worker last got steps to ship, took a step, or waited for its window."""
+    """Time at which the worker last got steps to ship, took one, or waited for its window."""
+    is_frozen: bool = False
+    """True if its worker has taken steps, all of them of frozen modules."""
 
     @property
     def left(self) -> int:
@@ -122,7 +126,7 @@ class Rounds(BrokerObserver):
     def _plan(self, ready: dict[int, Source], made: int, now: float) -> None:
         steps = self._steps or sum(source.cut_steps for source in ready.values())
         for slot, share in _divide(steps, ready).items():
-            self._shares[slot] = _Share(share, seen=ready[slot].steps, seen_at=now)
+            self._shares[slot] = _Share(share, seen=_made(ready[slot]), seen_at=now)
         # Frozen for the round: what others have made meanwhile depends on timing, and a module's schedule may use it.
         self._elsewhere = {source.key: min(made - source.counted, MOST_COUNT) for source in ready.values()}
         self._find_first_open()
@@ -187,7 +191,7 @@ class Rounds(BrokerObserver):
                 self._late[slot] = ready[slot].steps
         for slot, steps in _divide(rest, others).items():
             share = self._shares.setdefault(slot, _Share(0))
-            share.steps, share.seen, share.seen_at = share.steps + steps, ready[slot].steps, now
+            share.steps, share.seen, share.seen_at = share.steps + steps, _made(ready[slot]), now
         self._find_first_open()
         return True
 
@@ -195,8 +199,10 @@ class Rounds(BrokerObserver):
         source = ready.get(slot)
         if source is None:
             return now - self._members.get(slot, -self._lease_s) >= self._lease_s
-        if source.steps != share.seen or source.blocked == "window":
-            share.seen, share.seen_at = source.steps, now
+        made = _made(source)
+        if made > share.seen or source.blocked == "window":
+            share.seen, share.seen_at = made, now
+        share.is_frozen = Discard.FROZEN in source.totals.discarded and not source.totals.shipped
         return now - share.seen_at > LATE_LEASES * self._lease_s
 
     def _is_late(self, source: Source) -> bool:
@@ -235,12 +241,21 @@ class Rounds(BrokerObserver):
     def waiting_for(self) -> str:
         """Return the peers that a worker with a complete share waits for: other workers, or the learner."""
         open_ = [slot for slot, share in self._shares.items() if share.left]
-        return _named(open_) if open_ else "learner"
+        only_frozen = any(self._shares[slot].is_frozen for slot in open_)
+        return _named(open_) + (_ONLY_FROZEN if only_frozen else "") if open_ else "learner"
 
     def _say_waiting(self, whom: str, now: float) -> None:
         if whom and now >= self._say_at:
             self._say_at = now + _SAY_WAITING_S
             log.info("synchronous sampling, round of weights %s: waiting for %s", self.version, whom)
+
+
+def _made(source: Source) -> tuple[int, int]:
+    """Return (incarnation, agent steps without those of frozen modules), which rises while a worker can fill a share.
+
+    Frozen steps count as such once they are cut, so the number may also fall back.
+    """
+    return source.incarnation, source.totals.stepped - source.totals.discarded.get(Discard.FROZEN, 0)
 
 
 def _named(slots: Iterable[int]) -> str:

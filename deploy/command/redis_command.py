@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Annotated
 
 import typer
@@ -39,19 +38,14 @@ def forget(
     from redis.exceptions import NoPermissionError
 
     from headrace.broker.redis.client import REDIS_FAILURES, RedisReader, connect, unusable
-    from headrace.broker.redis.parser import HashParser
-    from headrace.broker.reports.report import LIVE_S
-    from headrace.schemas.accounts.redis_keys import FLEET, key_name
+    from headrace.schemas.accounts.redis_keys import FLEET, GAUGES, key_name
 
     url, pattern = named_redis(redis_url), re.sub(r"([*?\[\]\\])", r"\\\1", f"headrace:{{{fleet}}}:") + "*"
     with connect(url, _TIMEOUT_S) as client:
         try:
-            told = RedisReader(client).field(key_name(fleet, FLEET), "reported_unix_s")
-            reported = HashParser().moment("fleet", told)
-            if not force and reported is not None and time.time() - reported < LIVE_S:
-                raise ConfigError(
-                    f"a broker of fleet {fleet!r} has reported in the last seconds; stop the fleet, or say --force"
-                )
+            ended = RedisReader(client).field(key_name(fleet, FLEET), "ended_unix_s")
+            if not force and ended is None and client.exists(key_name(fleet, GAUGES)):
+                raise ConfigError(f"a broker of fleet {fleet!r} still reports; stop the fleet, or say --force")
             names = list(set(client.scan_iter(match=pattern, count=_MANY)))
             for start in range(0, len(names), _MANY):
                 client.unlink(*names[start : start + _MANY])

@@ -232,26 +232,27 @@ def read_and_audit(run_dir: Path, named: tuple[str, str] | None = None) -> tuple
     url, fleet_id = find_books(run_dir, named)
     with serving(run_dir, url), FleetView(url, fleet_id) as view:
 
-        def compare(evidence: Evidence) -> tuple[Snapshot, list[str], float]:
+        def compare(evidence: Evidence) -> tuple[Snapshot, list[str], Snapshot]:
             now = view.read()
-            return now, audit(now, evidence), now.reported_unix_s or 0.0
+            return now, audit(now, evidence), now
 
         return once_caught_up(lambda: read_evidence(run_dir, fleet_id), compare)
 
 
-def once_caught_up(read: Callable[[], F], compare: Callable[[F], tuple[T, list[str], float]]) -> tuple[T, list[str]]:
-    """Return what `compare` finds for the files that `read` returns.
+def once_caught_up(read: Callable[[], F], compare: Callable[[F], tuple[T, list[str], Snapshot]]) -> tuple[T, list[str]]:
+    """Return what `compare` finds for the files that `read` returns. `compare` also returns the ledger that it read.
 
-    While a broker reports, compare the same files for some seconds with newer ledgers: reports lag behind the files,
-    and newer files would always be ahead. Then read the files once more: they may have been read between two writes.
+    While a broker reports, compare the same files with newer ledgers until its next report and some seconds more:
+    reports lag behind the files, and newer files would always be ahead. Then read the files once more: they may have
+    been read between two writes.
     """
     for _ in range(2):
-        files, deadline = read(), time.monotonic() + CATCH_UP_S
+        files, began = read(), time.monotonic()
         while True:
-            seen, problems, reported_unix_s = compare(files)
-            if not problems or abs(time.time() - reported_unix_s) > CATCH_UP_S:
+            seen, problems, ledger = compare(files)
+            if not problems or not ledger.is_live:
                 return seen, problems
-            if time.monotonic() > deadline:
+            if time.monotonic() - began > CATCH_UP_S + ledger.report_interval_s:
                 break
             time.sleep(PAUSE_S)
     return seen, problems

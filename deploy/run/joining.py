@@ -38,9 +38,13 @@ class Joined:
 
     config: FleetConfig
     origin: str
-    fleet_id: str
     endpoint: str
     source: AddressSource | None
+
+    @property
+    def fleet_id(self) -> str:
+        """Return the fleet's name; "" where only its address is known."""
+        return self.config.fleet.fleet_id
 
 
 def join(asked: Asked, endpoint: str | None, role: str, slot: int | None = None) -> Joined | None:
@@ -52,7 +56,7 @@ def join(asked: Asked, endpoint: str | None, role: str, slot: int | None = None)
         run_dir = asked.named("fleet.run_dir") or RUNS / file_name_of(asked.named("fleet.fleet_id") or endpoint)
         config, origin = in_run(asked, run_dir)
         check_address(endpoint, "--endpoint")
-        return Joined(config, origin, config.fleet.fleet_id, endpoint, None)
+        return Joined(config, origin, endpoint, None)
     share, where = _share(asked, slot)
     return _meet(where, asked, share or asked.settings, role) if where else _join_run(asked, role)
 
@@ -67,7 +71,7 @@ def join_worker(asked: Asked, connect: str | None, slot: int | None) -> Joined |
         if asked.flags["fleet.run_dir"] is not None:
             raise ConfigError("give either --connect or --run-dir", key="--connect")
         check_address(connect, "--connect")
-        return Joined(asked.settings, asked.origin, asked.settings.fleet.fleet_id, connect, None)
+        return Joined(asked.settings, asked.origin, connect, None)
     share, where = _share(asked, slot)
     if not where:
         return _join_run(asked, f"envs-{slot or 0}", slot=slot or 0)
@@ -75,7 +79,7 @@ def join_worker(asked: Asked, connect: str | None, slot: int | None) -> Joined |
     address, source = _worker_at(where, config, slot)
     if address is None:
         return None
-    return Joined(config, f"{asked.origin}; rendezvous: {where}", config.fleet.fleet_id, address, source)
+    return Joined(config, f"{asked.origin}; rendezvous: {where}", address, source)
 
 
 def _share(asked: Asked, slot: int | None) -> tuple[FleetConfig | None, str]:
@@ -129,7 +133,7 @@ def _meet(where: str, asked: Asked, config: FleetConfig, role: str) -> Joined | 
     rendezvous.fleet_id = fleet_id
     source = None if where.startswith("dns://") else rendezvous
     config = config.replaced({"fleet.fleet_id": fleet_id})
-    return Joined(config, f"{origin}; rendezvous: {where}", fleet_id, endpoint, source)
+    return Joined(config, f"{origin}; rendezvous: {where}", endpoint, source)
 
 
 def _join_run(asked: Asked, role: str, slot: int | None = None) -> Joined | None:
@@ -150,7 +154,8 @@ def _join_run(asked: Asked, role: str, slot: int | None = None) -> Joined | None
     fleet_id, endpoints = read_addresses(run_dir)
     if role not in endpoints:
         raise RunDirError(str(run_dir), "no broker has served from it yet; start `headrace up`, or give --endpoint")
-    return Joined(config, origin, config.fleet.fleet_id or fleet_id, endpoints[role], RunDirAddresses(run_dir))
+    config = config.replaced({"fleet.fleet_id": config.fleet.fleet_id or fleet_id})
+    return Joined(config, origin, endpoints[role], RunDirAddresses(run_dir))
 
 
 def check_published(published: Published, where: str, config: FleetConfig, wanted: str, role: str) -> None:

@@ -87,6 +87,17 @@ class Snapshot:
     """The same of the last report of a broker that stopped in order; None while one runs, and where it died."""
     garbage: tuple[str, ...] = ()
 
+    @property
+    def is_live(self) -> bool:
+        """Return whether a broker reports. Gauges expire some reports after the last one, whatever the interval."""
+        return bool(self.gauges) and self.ended_unix_s is None
+
+    @property
+    def report_interval_s(self) -> float:
+        """Return the time between two reports; 0 where the broker does not tell it."""
+        told = self.settings.get("broker.report_interval_s")
+        return told if isinstance(told, float) else 0.0
+
     def is_folded(self, life: SourceKey) -> bool:
         """Return whether this life has ended and its row was added to the folded lives of its slot."""
         return life[0] in self.folded and life[1] in self.folded[life[0]]

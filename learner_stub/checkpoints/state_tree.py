@@ -19,12 +19,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.errors import DecodeError, EncodeError
 
 _DEEPEST = 64
 _MARKS = frozenset(("_tensor", "_array", "_items", "_tuple", "_number"))
 _LARGEST_DIGITS = 1000
+_LARGEST_BITS = 3300
+"""Those of an int that has no more digits."""
 
 
 def pack(value: Any, prefix: str) -> tuple[Any, dict[str, NDArray[Any]]]:
@@ -66,7 +69,10 @@ class _Packer:
         return _pack_plain(value.item() if isinstance(value, np.generic) else value, path)
 
     def _pack_dict(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
-        items = [[key, self.pack(part, f"{path}/{key}", depth + 1)] for key, part in value.items()]
+        items = [
+            [key, self.pack(part, f"{path}/{key if isinstance(key, str) else brief(key)}", depth + 1)]
+            for key, part in value.items()
+        ]
         if all(isinstance(key, str) and key not in _MARKS for key, _ in items):
             return dict(items)
         return {"_items": [[_pack_plain(key, path), part] for key, part in items]}
@@ -80,13 +86,13 @@ class _Packer:
 def _pack_plain(value: Any, path: str) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, int):
+    if isinstance(value, int) and value.bit_length() <= _LARGEST_BITS:
         return value if -(1 << 63) <= value < 1 << 63 else {"_number": str(value)}
     if isinstance(value, float):
         return value if math.isfinite(value) else {"_number": str(value)}
     raise EncodeError(
         f"the state has a {type(value).__name__} at {path.strip('/')[:80]!r}, which cannot be saved; give tensors, "
-        "arrays, numbers, text, and dicts, lists and tuples of these"
+        f"arrays, numbers of at most {_LARGEST_BITS} bits, text, and dicts, lists and tuples of these"
     )
 
 

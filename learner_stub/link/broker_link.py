@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import zmq
 
 from headrace.learner_stub.link import connection
+from headrace.schemas.basics.stop_event import interrupt_raises
 from headrace.schemas.credentials.keys import ClientKeys
 from headrace.schemas.errors import DecodeError, HeadraceError, UnreachableError, refusal
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header
@@ -133,4 +134,5 @@ def await_message(links: Sequence[BrokerLink], wait_s: float) -> None:
     poller = zmq.Poller()
     for link in links:
         link.watch(poller)
-    poller.poll(math.ceil(wait_s * 1000))
+    with interrupt_raises():
+        poller.poll(math.ceil(wait_s * 1000))

@@ -26,6 +26,7 @@ from headrace.learner_stub.publishing.broker_weights import BrokerWeights
 from headrace.learner_stub.publishing.task_publisher import TaskPublisher
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.closable import Closable
+from headrace.schemas.basics.stop_event import interrupt_held
 from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.chunks.module_spaces import check_module_ids
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
@@ -141,7 +142,7 @@ class WeightPublisher(Closable):
         method raises it once the new one is sent; a waiting stream raises it too. Workers go on with the weights that
         they have.
         """
-        with connection.shared(self.token).time_spent.part("publish"):
+        with connection.shared(self.token).time_spent.part("publish"), interrupt_held():
             arrays, seq = _as_sent(array_views(state_dict)), self.seq + 1
             if told := connection.shared(self.token).weights:
                 arrays = fit_published(arrays, *told)
@@ -169,7 +170,7 @@ class WeightPublisher(Closable):
         Raises `ValueError` for a name that is not 1 to 100 printable ASCII characters, for a value that is no number,
         and for more than 128 values.
         """
-        with connection.shared(self.token).time_spent.part("publish"):
+        with connection.shared(self.token).time_spent.part("publish"), interrupt_held():
             for broker in self._brokers:
                 if broker.epoch:
                     broker.rows.add(metrics, broker.epoch, self.seq, time.time())

@@ -12,6 +12,7 @@ import numpy as np
 
 from headrace.schemas.accounts.logged_metrics import MOST_VALUES, NOT_FINITE, is_metric_name
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.messages.learner_messages import MOST_ROWS, LearnerRow
 
 log = logging.getLogger("headrace.learner")
@@ -92,9 +93,9 @@ class RowQueue:
 
 def _number(name: str, value: Any) -> float:
     if not is_metric_name(name):
-        raise ValueError(f"{name!r:.120} is no name for a metric; take 1 to 100 printable ASCII characters")
+        raise ValueError(f"{brief(name, 120)} is no name for a metric; take 1 to 100 printable ASCII characters")
     value = math.nan if np.ma.is_masked(value) else value  # its item() is 0
     try:
         return float(value.item() if hasattr(value, "item") else value)  # a tensor's float() may warn
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"metric {name} was given {value!r:.60}, which is no single number") from error
+        raise ValueError(f"metric {name} was given {brief(value, 60)}, which is no single number") from error

@@ -19,6 +19,8 @@ from headrace.learner_stub.link.broker_link import BrokerLink, await_message
 from headrace.learner_stub.link.fleet_place import Where, address_sources, as_list, find_fleet
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.closable import Closable
+from headrace.schemas.basics.printable import brief
+from headrace.schemas.basics.stop_event import interrupt_held
 from headrace.schemas.chunks.task import check_values
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
 from headrace.schemas.errors import EncodeError, refusal
@@ -83,9 +85,10 @@ class TaskPublisher(Closable):
         """
         tasks = _weighted(task)
         if not isinstance(group, int) or not 0 <= group <= MOST_GROUP:
-            raise EncodeError(f"group = {group!r:.80} cannot be published; give an integer of 0 to {MOST_GROUP:,}")
-        self._version = self._version[0], self._version[1] + 1
-        self._ask([Tasks(version=self._version, tasks=tasks, group=group)] * len(self._links), self._version)
+            raise EncodeError(f"group = {brief(group)} cannot be published; give an integer of 0 to {MOST_GROUP:,}")
+        with interrupt_held():
+            self._version = self._version[0], self._version[1] + 1
+            self._ask([Tasks(version=self._version, tasks=tasks, group=group)] * len(self._links), self._version)
         return self._version
 
     def close(self) -> None:
@@ -132,13 +135,13 @@ def _weighted(task: Any) -> list[WeightedTask]:
     given = [task] if isinstance(task, Mapping) else task or []
     if not isinstance(given, list | tuple) or len(given) > MOST_TASKS:
         raise EncodeError(
-            f"publish a task such as {{'level': 3}}, at most {MOST_TASKS} of them, or None, not {given!r:.80}"
+            f"publish a task such as {{'level': 3}}, at most {MOST_TASKS} of them, or None, not {brief(given)}"
         )
     tasks = []
     for item in given:
         values, weight = item if isinstance(item, tuple) and len(item) == 2 else (item, 1.0)
         try:
             tasks.append(WeightedTask(values=check_values(values), weight=float(weight)))
-        except (TypeError, ValueError) as error:
-            raise EncodeError(f"a task's weight {weight!r:.80} is no number above 0 and up to 1e9") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            raise EncodeError(f"a task's weight {brief(weight)} is no number above 0 and up to 1e9") from error
     return tasks

@@ -8,7 +8,8 @@ A batch handed out and not yet committed comes again if this process dies. With 
 yourself, after writing `position()` into your own checkpoint. A restart from that checkpoint then trains on every
 settled step exactly once. The broker may learn of an automatic commit only at the next call on the stream.
 
-Only one thread may use a stream. While it trains, ZeroMQ's own threads go on receiving.
+Only one thread may use a stream. While it trains, ZeroMQ's own threads go on receiving. After Ctrl-C in a call, as in a
+notebook, the stream goes on with the batch after the last one that it returned.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from headrace.learner_stub.streaming.source_progress import by_broker
 from headrace.learner_stub.streaming.stall_detector import StallDetector
 from headrace.learner_stub.streaming.update_size import UpdateSize
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.printable import brief
+from headrace.schemas.basics.stop_event import interrupt_held
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
@@ -116,7 +119,9 @@ class EpisodeStream:
         rendezvous: Where | AddressSource | Sequence[AddressSource] = None,
     ) -> None:
         if steps_per_update is not None and not 0 < steps_per_update <= MOST_WINDOW_STEPS // 2:
-            raise ValueError(f"steps_per_update = {steps_per_update} is out of bounds; give one of 1 to 2**39, or None")
+            raise ValueError(
+                f"steps_per_update = {brief(steps_per_update)} is out of bounds; give one of 1 to 2**39, or None"
+            )
         endpoints = as_list(endpoint)
         if synchronous and len(endpoints) > 1:
             raise ConfigError(f"synchronous sampling has one broker, got {len(endpoints)} endpoints", key="synchronous")
@@ -192,7 +197,7 @@ class EpisodeStream:
         """Return the next batch, or None after `timeout_s` seconds without one."""
         connection.check_newest(self.token)
         self._time.follow()
-        with self._time.part("decode"):
+        with self._time.part("decode"), interrupt_held():
             return self._next(timeout_s)
 
     def _next(self, timeout_s: float) -> ChunkBatch | None:
@@ -357,6 +362,10 @@ class EpisodeStream:
 
     def pump(self, wait_s: float = 0.0) -> None:
         """Take what has arrived and send what is due, waiting up to `wait_s` for something to arrive."""
+        with interrupt_held():
+            self._pump(wait_s)
+
+    def _pump(self, wait_s: float) -> None:
         connection.check_newest(self.token)
         self._note_published()
         # First take what came while the user trained: the session then judges how long the broker has been silent.
@@ -447,5 +456,6 @@ class EpisodeStream:
             raise
 
     def _commit(self, *, at_once: bool) -> None:
-        for broker in self._brokers:
-            broker.commit(at_once=at_once)
+        with interrupt_held():
+            for broker in self._brokers:
+                broker.commit(at_once=at_once)

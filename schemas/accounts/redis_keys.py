@@ -38,6 +38,7 @@ TOLD_SETTINGS = (
     "broker.max_held_batches",
     "broker.max_held_bytes",
     "broker.overflow",
+    "broker.report_interval_s",
     "fleet.env_hosts",
     "fleet.run_dir",
     "fleet.workers",
@@ -54,7 +55,7 @@ TOLD_SETTINGS = (
     "worker.random_actions_before_weights",
     "worker.window_batches",
 )
-"""Settings that the broker tells in `fleet`, so that `headrace why` can judge the fleet by Redis alone. No secrets."""
+"""Settings that the broker tells in `fleet`, so that `why` and `audit` can judge by Redis alone. No secrets."""
 
 FLEET = Key(
     "fleet",

@@ -1,8 +1,9 @@
-"""Text of peers, made fit for a terminal."""
+"""Text of peers, made fit for a terminal, and of users' values, made fit for an error."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -18,6 +19,19 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     r"""Return `text` as `printable` does, newlines and tabs as \n and \t: a peer cannot begin a line of its own."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def brief(value: Any, longest: int = 80) -> str:
+    """Return the beginning of a user's value as `repr` gives it, or its type where that raises: for a large int too."""
+    try:
+        return plain(repr(value)[:longest])
+    except Exception as error:  # noqa: BLE001 - a user's class
+        return f"a {type(value).__name__} (its repr raises {type(error).__name__})"
+
+
+def plain(text: str) -> str:
+    """Return the text without lone surrogates, which JSON cannot hold."""
+    return text.encode(errors="replace").decode()
 
 
 def without_episode(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Stop signals as an event that a loop can check between two pieces of work, and the names of signals."""
+"""Stop signals as an event that a loop can check between two pieces of work, Ctrl-C held back, and names of signals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+_AGAIN_S = 0.01
+"""Seconds after which a Ctrl-C that was held back comes again: the caller has what the call returned by then."""
 
 
 class StopEvent(threading.Event):
@@ -43,6 +46,62 @@ def stop_event() -> Iterator[StopEvent]:
         yield stopping
     finally:
         restore()
+
+
+class _HeldInterrupt:
+    """The handler of Ctrl-C in a block of `interrupt_held`."""
+
+    came = False
+    raises = False
+    """True in a block of `interrupt_raises`."""
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.raises:
+            raise KeyboardInterrupt
+        self.came = True
+
+
+@contextmanager
+def interrupt_held() -> Iterator[None]:
+    """Hold back Ctrl-C until the main thread has left this block, or enters `interrupt_raises` within it.
+
+    So it never falls between two changes that belong together, nor takes from the caller what the block returns. A
+    handler other than Python's own stays in place. Blocks may be nested.
+    """
+    if not _is_main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    held = _HeldInterrupt()
+    signal.signal(signal.SIGINT, held)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if held.came:
+            again = threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+            again.daemon = True
+            again.start()
+
+
+@contextmanager
+def interrupt_raises() -> Iterator[None]:
+    """Let a Ctrl-C that `interrupt_held` holds back raise in this block, which waits and changes nothing."""
+    held = signal.getsignal(signal.SIGINT) if _is_main_thread() else None
+    if not isinstance(held, _HeldInterrupt):
+        yield
+        return
+    try:
+        held.raises = True
+        if held.came:
+            held.came = False
+            raise KeyboardInterrupt
+        yield
+    finally:
+        held.raises = False
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager

@@ -321,9 +321,12 @@ class ChunkBatch(Sequence[EpisodeChunk]):
 
     def select(self, keep: NDArray[np.bool_]) -> ChunkBatch:
         """Return a copy with only the chunks where `keep` (bool, one for each chunk in column order) is true."""
+        table = self.table[keep]
+        used, table["agent"] = np.unique(table["agent"], return_inverse=True)
         return replace(
             self,
-            table=self.table[keep],
+            table=table,
+            agents=[self.agents[i] for i in used.tolist()] or self.agents,
             columns={n: c[np.repeat(keep, np.diff(self.offsets_of(n)))] for n, c in self.columns.items()},
             infos={new: self.infos[old] for new, old in enumerate(np.flatnonzero(keep).tolist()) if old in self.infos},
             order=None,
@@ -371,14 +374,13 @@ def _running(counts: NDArray[Any]) -> NDArray[np.int64]:
 
 
 _OFTEN_EMPTY = ("agent_returns", "agent_lengths", "aborted", "frozen_agents", "tasks", "task_of")
-_MOST_TASKS_BYTES = DEFAULT_LIMITS.header_bytes // 2
 
 
 def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = False) -> list[Buffer]:
     """Return the frames of a BATCH message. Large arrays are not copied. `compressed` is as of `wire.encode`.
 
     The header's tasks are those of the batch. Raises `EncodeError` as `encode` does, and for infos that are not JSON.
-    Raises `InfosTooLargeError` for too many bytes of infos or of tasks.
+    Raises `InfosTooLargeError` for too many bytes of infos, names of agents or tasks.
     """
     if reserved := [name for name in batch.columns if name.startswith("_")]:
         raise EncodeError(f"column {reserved[0]!r}: names that begin with an underscore are the codec's own")
@@ -390,8 +392,6 @@ def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = F
     fields = {**vars(header), "totals": vars(header.totals)}  # what `model_dump` returns, in a fifth of its time
     if batch.task_of is not None:
         fields["tasks"], fields["task_of"] = [task.as_json() for task in batch.tasks], batch.task_of.tolist()
-        if (size := len(orjson.dumps(fields["tasks"]))) > _MOST_TASKS_BYTES:
-            raise InfosTooLargeError(size, _MOST_TASKS_BYTES, "tasks")
     for name in _OFTEN_EMPTY:
         if not fields[name]:
             del fields[name]

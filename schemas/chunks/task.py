@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Strict
 
 from headrace.schemas.basics.bounds import Natural, Version
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.errors import EncodeError
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 MOST_TASK_BYTES = 4096
 """Most bytes of one task as JSON."""
 MOST_DEPTH = 8
+_LARGEST = sys.float_info.max
 
 SPREAD = "spread"
 """The key of a rule in the place of a value; see `spread`."""
@@ -106,8 +109,8 @@ def spread(first: float, last: float, *, over: Over = "fleet", scale: Scale = "l
     Raises `EncodeError` for numbers that are not finite, and for a "log" scale unless both are positive.
     """
     ends = (first, last)
-    if not all(isinstance(end, int | float) and math.isfinite(end) for end in ends):
-        raise EncodeError(f"spread({first!r}, {last!r}): give two finite numbers")
+    if not all(isinstance(end, int | float) and abs(end) <= _LARGEST for end in ends):
+        raise EncodeError(f"spread({brief(first)}, {brief(last)}): give two finite numbers")
     if scale == "log" and min(ends) <= 0:
         raise EncodeError(f"spread({first!r}, {last!r}, scale='log'): both must be above 0")
     if over not in ("fleet", "workers", "envs") or scale not in ("linear", "log"):
@@ -145,15 +148,15 @@ def check_values(values: Any) -> dict[str, Any]:
     A task is a mapping of names to numbers, text, bools, None, lists of these, or rules of `spread`.
     """
     if not isinstance(values, Mapping):
-        raise EncodeError(f'a task is a mapping such as {{"level": 3}}, not {values!r:.100}')
+        raise EncodeError(f'a task is a mapping such as {{"level": 3}}, not {brief(values, 100)}')
     for name, value in values.items():
         if not isinstance(name, str) or not name.isprintable():
-            raise EncodeError(f"a task's name {name!r:.80} is no printable text")
+            raise EncodeError(f"a task's name {brief(name)} is no printable text")
         if isinstance(value, Mapping):
             _check_rule(name, value)
         elif (odd := _beyond_json(value)) is not None:
             raise EncodeError(
-                f"task value {name!r:.80}: {odd!r:.80} is no finite number, text, bool, None or list of these, "
+                f"task value {name!r:.80}: {brief(odd)} is no finite number, text, bool, None or list of these, "
                 f"at most {MOST_DEPTH} deep"
             )
     try:

@@ -34,7 +34,7 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import DecodeError, EncodeError
+from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
 from headrace.schemas.frames.compression import LZ4, compress, decompress
 from headrace.schemas.frames.manifest import ALLOWED_DTYPES as ALLOWED_DTYPES
 from headrace.schemas.frames.manifest import DEFAULT_LIMITS as DEFAULT_LIMITS
@@ -187,6 +187,8 @@ def _seal(kind: MessageKind, header: Mapping[str, Any], payload: list[Buffer], h
     except TypeError as error:
         raise EncodeError(f"header of {kind.name} cannot be written as JSON: {error}") from error
     if len(body) > DEFAULT_LIMITS.header_bytes:
+        if kind is MessageKind.BATCH:  # parts of it have fewer agents and tasks
+            raise InfosTooLargeError(len(body), DEFAULT_LIMITS.header_bytes, "names of agents, tasks and counts")
         raise EncodeError(f"header of {kind.name} has {len(body)} bytes; {DEFAULT_LIMITS.header_bytes} are allowed")
     head = _TAG_HEAD.pack(MAGIC, PROTOCOL_MAJOR, PROTOCOL_MINOR, kind, 0)
     return [head + xxhash.xxh3_64_intdigest(head + body).to_bytes(8, "little"), body, *payload]

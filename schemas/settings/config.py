@@ -333,6 +333,13 @@ class FleetConfig(ConfigSection):
                 "sampling.synchronous = true has all steps sampled with the newest weights, and "
                 "worker.random_actions_before_weights = true samples before there are any; leave one of them out"
             )
+        table = self.sampling.policy_mapping_fn
+        if self.sampling.synchronous and isinstance(table, dict) and table and {*table.values()} <= self.frozen_modules:
+            raise ValueError(
+                "sampling.policy_mapping_fn maps no agent to a module of learner.policies_to_train = "
+                f"{self.learner.policies_to_train}, so no round of sampling.synchronous = true would end; map one, or "
+                "leave synchronous out"
+            )
         window, enough = self.window_batches(), self._batches_for(self.learner.steps_per_update)
         if self.keeps_too_little(window) and (self.worker.window_batches or self.sampling.policies is None):
             cut = f"sampling.num_envs = {self.sampling.num_envs} or sampling.rollout_fragment_length = "

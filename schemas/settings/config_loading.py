@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.basics.run_files import read_regular, read_stream
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
@@ -94,7 +95,7 @@ def build_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = 
             said = f"should be {_AS_JSON[first['type']]}, got {first['input']!r:.80}"
             raise ConfigError(said, key=key, source=source) from error
         said = first["msg"].replace("Input should", "should").replace("String should", "should")
-        got = "" if key == "redis.url" else f", got {first['input']!r:.80}"  # it may have a password
+        got = "" if key == "redis.url" else f", got {brief(first['input'])}"  # it may have a password
         raise ConfigError(f"{said}{got}", key=key, source=source) from error
     for key, value in by_key(config.model_dump()).items():
         if (odd := _beyond_json(value)) is not None:
@@ -122,7 +123,7 @@ def _beyond_json(value: Any) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return f"should be a finite number, got {value}"
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return f"should be an integer of at most 64 bits, got {value!s:.40}"
+        return f"should be an integer of at most 64 bits, got {brief(value, 40)}"
     if value is not None and not isinstance(value, bool | int | float | str):
         return f"should be made of tables, lists, text, numbers and booleans, got a {type(value).__name__}"
     return None
@@ -163,7 +164,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the file cannot be read: {error.strerror}", source=str(path)) from error
     except RecursionError as error:
         raise ConfigError("is nested too deeply", source=str(path)) from error
-    except (tomllib.TOMLDecodeError, orjson.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of a large int too
         language = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"is not {language}: {error}", source=str(path)) from error
     if not isinstance(tree, dict):

@@ -112,6 +112,14 @@ def test_the_start_of_a_process_resolves_its_settings_once(
     assert read == [run / "config.json"]
 
 
+def test_a_learner_of_a_run_knows_the_fleet_that_it_joined(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name the learner tells whether the checkpoint in the folder is of another fleet."""
+    told: list[str] = []
+    monkeypatch.setattr(roles, "part", lambda name: lambda config, *_, **__: told.append(config.fleet.fleet_id))
+    roles.start_learner(Asked(flags={"fleet.run_dir": str(run), "fleet.rendezvous": None}, allow=()), endpoint=None)
+    assert set(told) == {"f"}
+
+
 def test_a_process_that_waited_for_its_run_takes_the_settings_with_which_it_started(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,7 +176,7 @@ def test_a_group_that_cannot_find_its_fleet_ends_with_an_error(tmp_path: Path) -
 def test_a_fenced_worker_of_a_group_asks_for_any_slot_at_its_restart(tmp_path: Path) -> None:
     config = build_config({"fleet": {"run_dir": str(tmp_path)}})
     with StopSignals() as signals:
-        group = WorkerGroup(Joined(config, "", "demo", "tcp://127.0.0.1:1", None), (), signals)
+        group = WorkerGroup(Joined(config, "", "tcp://127.0.0.1:1", None), (), signals)
         group._lives["worker"] = (1000, 1)
         for code, slot in ((ExitCode.CONFIG, 1000), (ExitCode.FENCED, None)):
             child = SimpleNamespace(exit_record=ExitRecord(pid=1, exit_code=code), pid=1, started=0.0)

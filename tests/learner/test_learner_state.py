@@ -121,7 +121,8 @@ def test_a_learner_that_was_replaced_cannot_save(tmp_path: Path) -> None:
     "value",
     [
         object(), {"inner": [{1, 2}]}, lambda: 0, np.array([object()]), np.ma.array([1.0, 2.0], mask=[True, False]),
-        torch.zeros(1).to(torch.float8_e4m3fn), torch.zeros(1, device="meta"),
+        torch.zeros(1).to(torch.float8_e4m3fn), torch.zeros(1, device="meta"), {1 << 3301: 0},
+        pytest.param({10**5000: 0}, id="a key of 5,000 digits"),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_saved_raises_encode_error(tmp_path: Path, value: Any) -> None:

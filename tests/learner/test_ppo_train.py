@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.learner_stub.checkpoints.checkpoint import load_checkpoint
+from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from headrace.learner_stub.reference import training
 from headrace.learner_stub.reference.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies
 from headrace.learner_stub.reference.ppo import PPO
-from headrace.learner_stub.reference.training import gather, run_learner, train
+from headrace.learner_stub.reference.training import _position_in, gather, run_learner, train
 from headrace.learner_stub.rollouts.interruption import AbandonedUpdateError
 from headrace.learner_stub.rollouts.module import TrainableModule
 from headrace.learner_stub.streaming import stream
@@ -292,6 +292,17 @@ def test_the_learner_waits_for_its_first_broker_as_long_as_the_setting_says(
         run_learner(config, endpoint=endpoint, run_dir=tmp_path)
     said = rf"no broker answers at {re.escape(endpoint)} after [01] s; check that it runs .* \(waits for at most 1 s\)"
     assert re.search(said, caplog.text)
+
+
+def test_the_position_in_a_checkpoint_of_another_fleet_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """In another fleet the same numbers mean other batches."""
+    place = {"slot": 0, "incarnation": 1, "settled": {"seq": 3}, "fleet_id": "ours"}
+    saved = Checkpoint(1, [place], {}, {})
+    for fleet_ids in ({"ours"}, {""}):
+        assert _position_in(fleet_ids, saved) == [place]
+    assert not caplog.records
+    assert _position_in({"theirs"}, saved) == []
+    assert "the checkpoint was written in another fleet" in caplog.text
 
 
 def test_an_update_that_makes_weights_nan_ends_the_learner_and_the_last_finite_checkpoint_stays(

@@ -52,6 +52,8 @@ def test_numbers_that_are_not_finite_are_left_out_and_named_once(caplog: pytest.
         ({"a": "high"}, "metric a was given 'high', which is no single number"),
         ({"a": torch.ones(2)}, "no single number"),
         ({"a": 10**400}, "metric a was given 1000.*, which is no single number"),
+        pytest.param({"a": 10**5000}, r"metric a was given a int .*, which is no single number", id="5,000 digits"),
+        pytest.param({10**5000: 1.0}, "is no name for a metric", id="a name of 5,000 digits"),
         ({str(n): 1.0 for n in range(129)}, "129 metrics were logged at once; 128 are allowed"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Infos too large for one message: the batch is split, and only a chunk that is too large alone is dropped."""
+"""Infos or names too large for one message: the batch is split. Only a chunk that is too large alone is dropped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.schemas.accounts.ledger import Drop, LedgerRow, Settled
 from headrace.schemas.accounts.recorder import Recorder, read_recorder
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.messages import WorkerHello
-from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.fleet.window import SessionLimits
@@ -131,3 +131,43 @@ def test_the_episodes_that_ended_are_told_by_the_next_batch_that_arrives(tmp_pat
     shipped.recorder.close()
     assert batches.count(None) == 2, "each cut's first chunk is dropped"
     assert shipped.episodes == 3 * [(7.0, 7)]
+
+
+class LongNames(MultiAgentEnv):
+    """Fifty agents act in each step. Their names together are longer than a header may be."""
+
+    def __init__(self, context: Any) -> None:
+        self.possible_agents = [f"{i}-{'x' * 30_000}" for i in range(50)]
+        box: Any = gym.spaces.Box(0, 1, (1,), np.float32)
+        choice: Any = gym.spaces.Discrete(2)
+        self.observation_spaces = dict.fromkeys(self.possible_agents, box)
+        self.action_spaces = dict.fromkeys(self.possible_agents, choice)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self._now(), {}
+
+    def step(self, actions: dict[Any, Any]) -> Any:
+        return self._now(), dict.fromkeys(actions, 1.0), {"__all__": False}, {"__all__": False}, {}
+
+    def _now(self) -> Any:
+        return {agent: np.zeros(1, np.float32) for agent in self.possible_agents}
+
+
+def test_a_batch_with_too_many_names_of_agents_is_sent_as_several_batches(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "a.rec", 0, 1)
+    session = WorkerSession(WorkerHello(fleet_id=FLEET, token="t", slot=0), SessionLimits())
+    config = EnvRunnerConfig(env=LongNames, rollout_fragment_length=STEPS, seed=1, policies={"shared": None})
+    with MultiAgentEnvRunner(config) as runner:
+        shipper = Shipper(FLEET, session, recorder, runner.totals, runner.take_finished_episodes)
+        shipper.ship(runner.sample_fragment(random_actions=True))
+        spaces = runner.module_spaces["shared"]
+    recorder.close()
+    seen: list[str] = []
+    for held in session.window():
+        frames = session._window[held.seq].frames
+        assert frames is not None, "none is dropped"
+        _, batch = decode_batch(frames, spaces.observation, spaces.action)
+        assert len(batch.agents) == len(batch) < 50
+        seen += [chunk.agent_id for chunk in batch]
+    assert sorted(seen) == sorted(LongNames(None).possible_agents)
+    assert session.totals.shipped == session.totals.stepped - session.totals.open > 0

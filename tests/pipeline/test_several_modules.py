@@ -143,6 +143,33 @@ def test_a_fleet_stops_at_its_bound_of_steps_where_no_trained_module_plays(
     assert add_up(broker.rows()).balance() == 0
 
 
+def test_synchronous_sampling_stops_at_its_bound_of_steps_where_no_trained_module_plays(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No round ends, so the worker itself must stop."""
+    broker.ask(lambda b: setattr(b.core.store, "max_env_steps", 1000))
+    plays = {"short": "short", "long": "long"}
+    sampling = {**TWO_CARTS, "policies": {**TWO_CARTS["policies"], "other": {}}, "policy_mapping_fn": plays}
+    sections = {"sampling": sampling, "learner": {"enabled": False, "policies_to_train": ["other"]}}
+    with (
+        EpisodeStream(broker.endpoints.learner, synchronous=True, steps_per_update=64) as stream,
+        WeightPublisher(broker.endpoints.learner) as weights,
+        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker,
+    ):
+        spaces = stream.module_spaces(timeout_s=TIMEOUT_S)
+        weights.publish({module_id: constant_value(own, 1.0) for module_id, own in spaces.items()})
+
+        def steps() -> int:
+            assert stream.next(0.05) is None
+            return sum(row.totals.steps_of_envs for row in broker.rows().values())
+
+        wait_until(lambda: steps() >= 1000, "the bound")
+        wait_until(lambda: steps() == steps(), "a worker that waits")
+        assert worker.error is None
+    row = closed_row(broker)
+    assert row.totals.discarded == {"frozen": row.totals.stepped}
+
+
 def test_weights_are_applied_by_module_and_an_unpublished_module_stays_frozen(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

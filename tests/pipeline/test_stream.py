@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.link.broker_link import BrokerLink
 from headrace.learner_stub.streaming import broker_stream, stall_detector
 from headrace.learner_stub.streaming import stream as stream_module
+from headrace.learner_stub.streaming.ready_batches import ReadyBatches
 from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
 from headrace.schemas.accounts.ledger import WorkerTotals, add_up
 from headrace.schemas.chunks.batch import ChunkBatch
@@ -94,6 +97,76 @@ def test_every_batch_is_handed_out_once_and_settled(
     assert not list(row.problems())
     assert row.settled.committed[0] == witness.steps
     assert row.held == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (LearnerSession, "receive_batch"),
+        (LearnerSession, "commit"),
+        (ReadyBatches, "open"),
+        (ReadyBatches, "hand_out"),
+        (BrokerLink, "send"),
+        (stream_module, "await_message"),
+    ],
+)
+def test_after_ctrl_c_in_a_call_a_stream_goes_on_with_each_batch_once(
+    kind: Any,
+    name: str,
+    broker: BrokerThread,
+    open_stream: OpenStream,
+    start_feeder: StartFeeder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a notebook. Ctrl-C comes before the third call."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    calls, heard, witness = 0, 0, Witness()
+    own = getattr(kind, name)
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            signal.raise_signal(signal.SIGINT)
+        return own(*arguments, **named)
+
+    try:
+        stream = open_stream()
+        monkeypatch.setattr(kind, name, interrupted)
+        feeder = start_feeder(broker.endpoints.worker, Envs(1).fragments(20))
+        deadline = time.monotonic() + TIMEOUT_S
+        while not feeder.all_settled() and time.monotonic() < deadline:
+            batch = None
+            try:
+                batch = stream.next(0.2)
+                if calls >= 3 and not heard:
+                    time.sleep(TIMEOUT_S)
+            except KeyboardInterrupt:
+                heard += 1
+            if batch is not None:
+                witness.see(batch)
+        assert feeder.all_settled(), "a batch was lost"
+    finally:
+        signal.signal(signal.SIGINT, before)
+    row = broker.rows()[(0, 1)]
+    assert heard == 1
+    assert row.settled.committed[0] == witness.steps == sum(feeder.steps.values())
+
+
+def test_ctrl_c_ends_a_call_that_waits(broker: BrokerThread, open_stream: OpenStream) -> None:
+    stream = open_stream()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        own = threading.get_ident()
+        threading.Timer(0.2, signal.pthread_kill, (own, signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt) as raised:
+            stream.pump(TIMEOUT_S)
+        assert time.monotonic() - began < TIMEOUT_S / 2
+        assert raised.value.__context__ is None
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_iterator_settles_a_batch_when_the_next_is_asked_for(

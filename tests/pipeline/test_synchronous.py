@@ -186,8 +186,8 @@ def _shares(rounds: Rounds, workers: list[Source]) -> list[int]:
     return [rounds.share(worker) for worker in workers]
 
 
-def _makes(worker: Source, steps: int) -> None:
-    worker.totals = WorkerTotals(stepped=steps)
+def _makes(worker: Source, steps: int, frozen: int = 0) -> None:
+    worker.totals = WorkerTotals(stepped=steps, discarded={"frozen": frozen} if frozen else {})
 
 
 def _ship(rounds: Rounds, worker: Source, steps: int, version: tuple[int, int]) -> None:
@@ -215,6 +215,25 @@ def test_a_live_worker_without_steps_gets_no_share_until_it_makes_a_step() -> No
     _makes(workers[2], 44)
     assert rounds.advance((1, 3), workers, 0, 14.0)
     assert _shares(rounds, workers) == [40, 40, 40]
+
+
+def test_a_worker_of_frozen_modules_alone_does_not_hold_up_a_round(caplog: pytest.LogCaptureFixture) -> None:
+    """Its steps stay with it. A worker whose trained module plays now and then keeps its share."""
+    caplog.set_level("INFO", "headrace.broker.batches.rounds")
+    rounds, workers = Rounds(True, 3, lease_s=2.0), _workers(3)
+    rounds.ask(True, 120)
+    assert rounds.advance((1, 1), workers, 0, 0.0)
+    for second in range(1, 6):
+        _makes(workers[0], 10 * second, frozen=10 * second - second % 2)
+        _makes(workers[1], 10 * second, frozen=9 * second)
+        assert not rounds.advance((1, 1), workers, 0, float(second))
+    _ship(rounds, workers[1], 40, (1, 1))
+    _ship(rounds, workers[2], 40, (1, 1))
+    assert rounds.waiting_for() == "worker 0 (no step is of learner.policies_to_train)"
+    _makes(workers[0], 90, frozen=90)
+    assert rounds.advance((1, 1), workers, 0, 9.0)
+    assert _shares(rounds, workers) == [0, 60, 60]
+    assert "40 steps of worker 0 go to other workers" in caplog.text
 
 
 def test_a_round_says_for_which_workers_it_waits_and_nothing_once_it_is_complete(

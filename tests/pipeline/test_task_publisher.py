@@ -340,6 +340,10 @@ def nested(depth: int) -> Any:
         ([(LEVEL, 0)], "a task's weight 0 is no number above 0"),
         ([(LEVEL, float("nan"))], "a task's weight nan is no number"),
         ([(LEVEL, "much")], "a task's weight 'much' is no number"),
+        ([(LEVEL, 10**5000)], "a task's weight a int"),
+        ({"level": 10**5000}, "is no finite number"),
+        ({"level": {"spread": [10**5000, 1, "fleet", "linear"]}}, "give two finite numbers"),
+        ([10**5000], "a task is a mapping"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )

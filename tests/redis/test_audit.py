@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.accounts.redis_keys import (
     FLEET,
+    GAUGES,
     INCARNATIONS,
     LEDGER,
     SOURCES,
@@ -43,6 +45,9 @@ from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.messages import LearnerHello, SourcePosition, WorkerHello
 from support.waiting import TIMEOUT_S, wait_until
+
+LIVE = Snapshot(gauges={"env_steps_per_s": 0.0})
+"""The state of a fleet whose broker reports."""
 
 
 @pytest.fixture
@@ -309,7 +314,7 @@ def test_the_audit_fails_balanced_books_that_the_run_directory_contradicts(
     reported: FleetView, url: str, fleet_id: str, client: Any, tmp_path: Path, damage: Any, words: str
 ) -> None:
     run = Run(tmp_path, url, fleet_id, reported)
-    client.hset(key_name(fleet_id, FLEET), "reported_unix_s", "1")  # no broker will report what is missing
+    client.delete(key_name(fleet_id, GAUGES))  # no broker will report what is missing
     if damage is not None:
         damage(run, client, fleet_id)
     returncode, said = run.audit("--strict", "--run-dir")
@@ -335,7 +340,7 @@ def test_an_audit_between_the_brokers_two_writes_waits_for_the_second(
     monkeypatch.setattr(time, "sleep", writes)
     monkeypatch.setattr(audits, "CATCH_UP_S", 0.1)
     assert read()
-    assert once_caught_up(read, lambda damage: (None, damage, time.time())) == (None, [])
+    assert once_caught_up(read, lambda damage: (None, damage, LIVE)) == (None, [])
 
 
 def test_an_audit_of_a_live_fleet_compares_what_it_read_with_later_reports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,11 +348,34 @@ def test_an_audit_of_a_live_fleet_compares_what_it_read_with_later_reports(monke
     saved, reported = iter(range(5, 1_000)), iter(range(1_000))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
-    def compare(position: int) -> tuple[int, list[str], float]:
+    def compare(position: int) -> tuple[int, list[str], Snapshot]:
         known = next(reported)
-        return known, ["the ledger lacks batches"] if known < position else [], time.time()
+        return known, ["the ledger lacks batches"] if known < position else [], LIVE
 
     assert once_caught_up(lambda: next(saved), compare) == (5, [])
+
+
+def test_an_audit_waits_for_the_next_report_of_a_broker_that_seldom_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker that died has gauges for a while, so the wait ends. One that ended in order reports no more."""
+    clock = iter(range(10_000))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    seldom = replace(LIVE, reported_unix_s=time.time() - 50, settings={"broker.report_interval_s": 60.0})
+    reports = iter([seldom] * 55 + [replace(seldom, reported_unix_s=time.time())] * 1_000)
+
+    def compare(files: None) -> tuple[None, list[str], Snapshot]:
+        ledger = next(reports)
+        return None, ["the ledger lacks batches"] if ledger is seldom else [], ledger
+
+    assert once_caught_up(lambda: None, compare) == (None, [])
+    assert once_caught_up(lambda: None, lambda files: (None, ["wrong"], seldom)) == (None, ["wrong"]), "it ends"
+    for over in (replace(seldom, ended_unix_s=1.0), replace(seldom, gauges={})):
+        ledgers = iter([over])
+
+        def compare_once(files: None, ledgers: Iterator[Snapshot] = ledgers) -> tuple[None, list[str], Snapshot]:
+            return None, ["wrong"], next(ledgers)
+
+        assert once_caught_up(lambda: None, compare_once) == (None, ["wrong"])
 
 
 def log_another_end(run: Run, client: Any, fleet_id: str) -> None:
@@ -434,7 +462,7 @@ def test_the_deep_audit_names_two_sources_that_differ(
     reported: FleetView, url: str, fleet_id: str, client: Any, tmp_path: Path, damage: Any, words: str
 ) -> None:
     run = Run(tmp_path, url, fleet_id, reported)
-    client.hset(key_name(fleet_id, FLEET), "reported_unix_s", "1")
+    client.delete(key_name(fleet_id, GAUGES))
     if damage is not None:
         damage(run, client, fleet_id)
     for how in [["--deep"], ["--deep", "--run-dir"]] if damage is step_once_more else [["--deep"]]:
@@ -450,7 +478,7 @@ def fold_a_life(run: Run, client: Any, fleet_id: str) -> None:
     lives = fold(None, row)
     assert lives is not None
     MergeScript(client, fleet_id)(Part(Report(folded={0: lives}), lives={0: [1]}, counters=counters), [], 0)
-    client.hset(key_name(fleet_id, FLEET), "reported_unix_s", "1")
+    client.delete(key_name(fleet_id, GAUGES))
 
 
 def fold_and_log_another_end(run: Run, client: Any, fleet_id: str) -> None:

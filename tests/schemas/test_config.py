@@ -124,6 +124,12 @@ def test_environment_variables_are_parsed_by_the_type_of_their_field(name: str, 
         ("[broker]\nallow_insecure = true", "allow_insecure = true .* Unix sockets serve this user alone; give broker"),
         ("[broker]\ntransport = 'tcp'", r"broker.transport: unknown key; did you mean broker.host\?"),
         ("[broker", "is not TOML"),
+        pytest.param(f"[broker]\nlease_s = {'9' * 5000}", "is not TOML", id="an int of 5,000 digits"),
+        (
+            "[sampling]\nsynchronous = true\npolicies = {a = {}, b = {}}\npolicy_mapping_fn = {x = 'b', y = 'b'}\n"
+            "[learner]\nenabled = false\npolicies_to_train = ['a']",
+            r"maps no agent to a module of learner.policies_to_train = \['a'\], so no round of sampling.synchronous",
+        ),
     ],
 )
 def test_a_wrong_setting_gives_an_error_that_names_it(tmp_path: Path, text: str, message: str) -> None:
@@ -298,6 +304,19 @@ def test_text_in_place_of_a_table_or_a_list_is_refused_with_a_hint_at_json() -> 
         load_config(flags={"module.config": "{hidden = 16}"}, environ={})
     with pytest.raises(ConfigError, match=r"sampling.callbacks: should be a list, as JSON .*got 'goals:Goals'"):
         load_config(environ={"HEADRACE_SAMPLING__CALLBACKS": "goals:Goals"})
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        pytest.param({"sampling": {"seed": 10**5000}}, "sampling.seed: .* integer of at most 64 bits", id="seed"),
+        pytest.param({"module": {"config": {"x": [10**5000]}}}, "integer of at most 64 bits", id="in a table"),
+        pytest.param({"fleet": {"run_dir": 10**5000}}, "fleet.run_dir: should be a valid string, got a int", id="text"),
+    ],
+)
+def test_an_int_with_more_digits_than_python_prints_is_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_config(sections)
 
 
 def test_sections_cannot_be_changed_once_built() -> None:

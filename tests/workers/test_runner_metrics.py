@@ -164,6 +164,7 @@ def test_the_logger_takes_rllibs_arguments_or_raises_with_its_own_names() -> Non
         ("x", math.nan, "mean", "was given nan"),
         ("x", math.inf, "mean", "was given inf"),
         ("x", 10**400, "mean", "metric x was given 1000.*, which is no single number"),
+        pytest.param("x", 10**5000, "mean", "metric x was given a int .*, which is no single", id="5,000 digits"),
         ("x", [1.0], "sum", r"metric x was given \[1.0\], which is no single number"),
         ("num_episodes", 1, "sum", "is the runner's own"),
         ("known", 1, "max", "is reduced by 'mean', not 'max'"),

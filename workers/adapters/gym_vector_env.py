@@ -13,13 +13,13 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.messages import Tasks, WeightedTask
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import columns_of
-from headrace.workers.envs.error_text import brief
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.sequential_step import Outcome

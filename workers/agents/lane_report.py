@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.agents.env import ALL, AgentDict
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.envs.checks import end_of, take_reset_apart
-from headrace.workers.envs.error_text import brief
 
 MissingFinal = Literal["error", "repeat", "drop"]
 MOST_IDLE_STEPS = 10_000

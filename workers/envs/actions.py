@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.chunks.spaces import (
     Box,
     Dict,
@@ -25,7 +26,6 @@ from headrace.schemas.chunks.spaces import (
 )
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.bounds import holds, whole_array
-from headrace.workers.envs.error_text import brief
 
 
 def write_actions(

@@ -12,13 +12,14 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.batch import info_json
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.manifest import DEFAULT_LIMITS
 from headrace.workers.envs.bounds import LARGEST_REWARD, reward_due, unsound_rewards
-from headrace.workers.envs.error_text import brief, message_of
+from headrace.workers.envs.error_text import message_of
 
 _BOOLS = (bool, np.bool_)
 _FLOATS = (float, np.float64)

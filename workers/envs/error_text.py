@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+
+from headrace.schemas.basics.printable import plain
 
 _OF_SEED = re.compile(
     r"\bseed|too large to convert to C|out of bounds for u?int|incompatible function argument|format requires"
@@ -12,14 +13,6 @@ _OF_SEED = re.compile(
 )
 """Words with which libraries refuse a seed of more bits than they take."""
 _C_INT = 2**31 - 1
-
-
-def brief(value: Any, longest: int = 80) -> str:
-    """Return the beginning of the value's `repr`, or its type if that raises."""
-    try:
-        return plain(repr(value)[:longest])
-    except Exception as error:  # noqa: BLE001 - a user's class
-        return f"a {type(value).__name__} (its repr raises {type(error).__name__})"
 
 
 def message_of(error: BaseException) -> str:
@@ -35,8 +28,3 @@ def seed_hint(message: str, max_env_seed: int) -> str:
     if max_env_seed <= _C_INT or _OF_SEED.search(message) is None:
         return ""
     return f"; if it takes no seed as large as {max_env_seed}, set max_env_seed = {_C_INT}"
-
-
-def plain(text: str) -> str:
-    """Return the text without lone surrogates, which JSON cannot hold."""
-    return text.encode(errors="replace").decode()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.schemas.accounts.ledger import Discard
-from headrace.schemas.basics.printable import without_episode
+from headrace.schemas.basics.printable import plain, without_episode
 from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import (
     CallbackError,
@@ -28,7 +28,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.errors.episodes import ClientLostError, EpisodeAbortedError
 from headrace.workers.envs.context import StepFailedRecreateEnv
-from headrace.workers.envs.error_text import message_of, plain
+from headrace.workers.envs.error_text import message_of
 from headrace.workers.metrics.totals import FailureGroups, first_bytes, last_bytes
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.bounds import blank_columns, holds, leaf_bounds, nearest_to_zero, whole_array
-from headrace.workers.envs.error_text import brief
 
 LaneIndex = NDArray[np.intp] | None
 """Indices of envs; None means all of them."""

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from headrace.schemas.accounts.env_errors import EnvErrorGroup
-from headrace.schemas.accounts.ledger import Drop, HeldBatch, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import Discard, Drop, HeldBatch, Settled, WorkerTotals
 from headrace.schemas.accounts.logged_metrics import LoggedMetrics
 from headrace.schemas.accounts.runner_counters import Counters, fitting
 from headrace.schemas.accounts.worker_figures import Ports
@@ -155,8 +155,10 @@ class WorkerSession:
         batch, such as those of frozen modules, go with a heartbeat; an Ack that crosses it lets the worker begin one
         fragment more.
         """
-        if self.is_synchronous or not self._is_near_bound():
-            return True  # in synchronous sampling the broker plans no round beyond the bound
+        if self.is_synchronous:  # the broker plans no round beyond the bound; one of frozen modules alone has no end
+            return self.steps_share != 0 or bool(self.totals.shipped) or Discard.FROZEN not in self.totals.discarded
+        if not self._is_near_bound():
+            return True
         return self.steps_share != 0 and not self.unaccepted() and not self._uncounted_steps()
 
     def _is_near_bound(self) -> bool:

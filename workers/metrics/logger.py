@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from headrace.schemas.accounts.logged_metrics import LoggedMetric
+from headrace.schemas.basics.printable import brief
 
 Path = tuple[str, ...]
 """("num_episodes",), or ("num_agent_steps_sampled", "agent_0"), which is in a dict of its own in the report."""
@@ -104,7 +105,9 @@ class MetricsLogger:
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(f"metric {'/'.join(path)} was given {value!r:.60}, which is no single number") from error
+            raise ValueError(
+                f"metric {'/'.join(path)} was given {brief(value, 60)}, which is no single number"
+            ) from error
         if clear_on_reduce is not None or ema_coeff is not None:
             reduce = _own_reduction("/".join(path), reduce, clear_on_reduce, ema_coeff)
         if not math.isfinite(number):

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.chunks.spaces import Space, Spaces
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.workers.envs.action_masks import MASK, ActionMask, choices_of
 from headrace.workers.envs.actions import RandomActions
-from headrace.workers.envs.error_text import brief
 
 log = logging.getLogger(__name__)
 

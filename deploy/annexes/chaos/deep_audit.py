@@ -304,9 +304,9 @@ def audit_deeply(run_dir: Path, *, as_json: bool, stream: TextIO) -> None:
     url, fleet_id = find_books(run_dir)
     with serving(run_dir, url), FleetView(url, fleet_id) as view:
 
-        def compare(files: Sources) -> tuple[Sources, list[str], float]:
+        def compare(files: Sources) -> tuple[Sources, list[str], Snapshot]:
             now = with_ledger(files, run_dir, view.read())
-            return now, disagreements(now), now.ledger.reported_unix_s or 0.0
+            return now, disagreements(now), now.ledger
 
         sources, found = once_caught_up(lambda: read_files(run_dir, fleet_id), compare)
     losses = [*known_losses(sources)]

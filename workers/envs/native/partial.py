@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.accounts.user_calls import UserCall
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import nest
@@ -21,7 +22,6 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.checks import own_info
 from headrace.workers.envs.driver import Pace
-from headrace.workers.envs.error_text import brief
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.lane_table import LaneTable

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.bounds import reward_due, unsound_rewards, whole_array
 from headrace.workers.envs.checks import check_info
-from headrace.workers.envs.error_text import brief
 from headrace.workers.envs.native.infos import has_rows, in_order_of, moved
 
 

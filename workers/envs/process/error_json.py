@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.schemas.basics.printable import plain
 from headrace.schemas.errors import (
     EnvContractError,
     EnvCrashError,
@@ -16,7 +17,7 @@ from headrace.schemas.errors import (
     UnknownEnvError,
 )
 from headrace.workers.envs.context import StepFailedRecreateEnv
-from headrace.workers.envs.error_text import message_of, plain
+from headrace.workers.envs.error_text import message_of
 
 _LONGEST = 20_000
 """The longest message or traceback, in characters. More is cut off."""

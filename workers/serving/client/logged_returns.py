@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
@@ -127,9 +128,9 @@ def check_reward(reward: Any) -> float:
     try:
         checked = math.nan if isinstance(reward, str | bytes) else float(reward)
     except (TypeError, ValueError, OverflowError) as error:
-        raise EnvContractError("reward", f"{reward!r:.80} ({type(reward)})", "a finite number") from error
+        raise EnvContractError("reward", f"{brief(reward)} ({type(reward)})", "a finite number") from error
     if not abs(checked) <= LARGEST_REWARD:
-        raise EnvContractError("reward", f"{reward!r:.80}", f"a finite number within {LARGEST_REWARD:.3g}")
+        raise EnvContractError("reward", brief(reward), f"a finite number within {LARGEST_REWARD:.3g}")
     return checked
 
 
@@ -140,7 +141,7 @@ def read_info(info: Any, what: str = "info", max_bytes: int = _MAX_INFO_BYTES) -
     The default is what fits into the header of one step.
     """
     if not isinstance(info, dict):
-        raise EnvContractError(what, f"{info!r:.80} ({type(info)})", "a dict")
+        raise EnvContractError(what, f"{brief(info)} ({type(info)})", "a dict")
     try:
         written = orjson.dumps(info, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
     except TypeError as error:
