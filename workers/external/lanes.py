@@ -44,7 +44,6 @@ class ExternalLanes(ABC):
     pace = Pace.EXTERNAL
     seeds_every_episode = False
     steps_to_reset = False
-    takes_tasks = False
     on_rebuild: Callable[[], None] | None = None
     on_episode_created: Callable[[Lane, Episode], None] | None = None
     on_failure: Callable[[Lane, Failure], None] | None = None
@@ -178,6 +177,10 @@ class ExternalLanes(ABC):
     def under_way(self) -> set[int]:
         """Live lanes whose driver got an action and has not reported its result."""
         return set(self._under_way)
+
+    def why_no_tasks(self, group: int) -> str:
+        """Return why the episodes take no tasks: nothing tells their drivers."""
+        return "drivers of external episodes are told no tasks"
 
     @property
     def open_episodes(self) -> int:
