@@ -19,6 +19,8 @@ from headrace.workers.callbacks import RunnerCallback
 from headrace.workers.envs.remote.env_messages import EnvHostHello
 from support.envs.tasked import (
     NONE,
+    Asking,
+    AskingPair,
     Levels,
     Optioned,
     Pair,
@@ -301,8 +303,9 @@ def test_a_runner_that_continues_a_state_goes_on_with_the_draws() -> None:
     [
         (resetting, 0, "SyncVectorEnv resets its envs by itself; make it with AutoresetMode.DISABLED, or"),
         (Levels, 4, "Levels takes no seed for each env, so no groups"),
+        (Asking, 4, "drivers of external episodes seed them, so tasks have no groups here"),
     ],
-    ids=["resets by itself", "one seed"],
+    ids=["resets by itself", "one seed", "external"],
 )
 def test_envs_that_cannot_take_tasks_say_so_and_have_none(env: Any, group: int, words: str) -> None:
     sampler = runner(env)
@@ -315,6 +318,15 @@ def test_envs_that_cannot_take_tasks_say_so_and_have_none(env: Any, group: int, 
     assert words in sampler.tasks_refused
     sampler.set_tasks(None)
     assert sampler.tasks_refused == ""
+
+
+@pytest.mark.parametrize("env", [Asking, AskingPair])
+def test_drivers_of_external_episodes_ask_for_their_task(env: Any) -> None:
+    chunks = sample(runner(env), *PLAN)
+    levels = set(check(chunks, Optioned))
+    assert NONE in levels
+    assert levels & {1.0, 2.0, 3.0}
+    assert levels & {7.0, 8.0}
 
 
 @pytest.mark.parametrize("env", [Taught, Optioned])

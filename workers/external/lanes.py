@@ -130,7 +130,9 @@ class ExternalLanes(ABC):
 
     def _adopt(self, env: SelfDrivenEnv[Any]) -> None:
         """Start `env` with its own table. Threads of the previous env find their table closed."""
+        lanes, draws = self.lanes, self._table.tasks  # not `self`, which `RunThread` watches
         self.episodes = self._new_table()
+        self.episodes.draw_task = lambda lane: draws.peek(lane, lanes[lane].episodes_begun)[1]
         env.attach(self.episodes)
         for lane in self.lanes:
             lane.env = env  # type: ignore[assignment]
@@ -179,8 +181,8 @@ class ExternalLanes(ABC):
         return set(self._under_way)
 
     def why_no_tasks(self, group: int) -> str:
-        """Return why the episodes take no tasks: nothing tells their drivers."""
-        return "drivers of external episodes are told no tasks"
+        """Return why the episodes take no tasks: in groups, they would have to begin with one seed."""
+        return "drivers of external episodes seed them, so tasks have no groups here; publish without" if group else ""
 
     @property
     def open_episodes(self) -> int:
@@ -240,7 +242,7 @@ class ExternalLanes(ABC):
             self.episodes.release(place)
             return
         episode = lane.create_episode(None, self._episode_kind)
-        episode.trains = place.training_enabled
+        episode.trains, episode.task = place.training_enabled, place.task
         episode.custom_data["external_episode_id"] = place.episode_id
         if self.on_episode_created is not None:
             try:

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.envs.vector_env import VectorEnv
+from headrace.workers.external import ExternalEnv, ExternalMultiAgentEnv
+from headrace.workers.external.self_driven import SelfDrivenEnv
 
 NONE = -1.0
 """The level of an episode without a task."""
@@ -123,6 +125,41 @@ class Levels(gym.vector.VectorEnv[Any, Any, Any]):
         return self._seen.copy(), np.ones(self.num_envs), over, np.zeros(self.num_envs, np.bool_), {}
 
 
+class _Asks(SelfDrivenEnv[Any]):
+    """Asks which task each of its episodes has."""
+
+    def run(self) -> None:
+        self.run_in_threads(self._play, 3)
+
+    def _play(self, thread: int) -> None:
+        while True:
+            episode = self.start_episode()
+            level = (self.task_of(episode) or {}).get("level", NONE)
+            for t in range(5):
+                self.get_action(episode, self._seen(level, t))
+            self.end_episode(episode, self._seen(level, 5))
+
+    def _seen(self, level: float, t: int) -> Any:
+        return np.array([level, -1.0, t, 0.0])
+
+
+class Asking(_Asks, ExternalEnv):
+    """With one agent."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(Optioned.action_space, SPACE)
+
+
+class AskingPair(_Asks, ExternalMultiAgentEnv):
+    """With two agents."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(dict.fromkeys("ab", Optioned.action_space), dict.fromkeys("ab", SPACE))
+
+    def _seen(self, level: float, t: int) -> Any:
+        return dict.fromkeys("ab", super()._seen(level, t))
+
+
 class Pair:
     """Two agents that both see what a `Taught` env sees."""
 
@@ -146,7 +183,8 @@ class Pair:
 
 def runner(env: Any = Taught, worker_index: int = 0, **settings: Any) -> Any:
     """Return a runner of these envs, with a seed."""
-    kind: Any = MultiAgentEnvRunner if env in (Pair, f"{__name__}:Pair") else SingleAgentEnvRunner
+    several = env in (Pair, AskingPair, f"{__name__}:Pair")
+    kind: Any = MultiAgentEnvRunner if several else SingleAgentEnvRunner
     policies = {"policies": {"one": {}}} if kind is MultiAgentEnvRunner else {}
     config = EnvRunnerConfig(
         env=env, **{"num_envs": 3, "seed": 5, "rollout_fragment_length": 8, **policies, **settings}
