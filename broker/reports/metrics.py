@@ -352,4 +352,6 @@ def _worker_state(source: Source, newest: Version, now: float, unix_s: float) ->
     if beat.env_failures:
         state |= {"env_failures": beat.env_failures, "env_failure": beat.env_failure}
         state["env_failure_age_s"] = now - source.figures.env_failed_at
+    if beat.tasks_refused:
+        state["tasks_refused"] = beat.tasks_refused
     return state

@@ -97,6 +97,7 @@ KINDS = (
     FindingKind("round_waits", "warning", 30, "sampling.synchronous"),
     FindingKind("no_clients", "warning", 30, "serving.enabled"),
     FindingKind("envs_failing", "warning", 0, "sampling.env_restart_attempts"),
+    FindingKind("tasks_refused", "warning", 0, ""),
     FindingKind("episodes_censored", "warning", 0, ""),
     FindingKind("envs_down", "warning", 20, "sampling.env_reset_timeout_s"),
     FindingKind("env_hosts_missing", "warning", 0, "broker.lease_s"),

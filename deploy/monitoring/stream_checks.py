@@ -130,6 +130,19 @@ def _failures_per_min(facts: Facts, count: float) -> str:
     return f" at {60 * rose / span_s * count / of_all:,.3g}/min" if rose > 0 and span_s > 0 else ""
 
 
+def refused_tasks(facts: Facts) -> Iterator[Observation]:
+    """Yield the tasks that envs refuse, and why; workers with the same words together."""
+    refusing: dict[str, list[int]] = {}
+    for slot, state in facts.snapshot.workers.items():
+        if words := one_line(str(state.get("tasks_refused", ""))[:MOST_SHORT_DETAIL]):
+            refusing.setdefault(words, []).append(slot)
+    for words, slots in refusing.items():
+        names = [f"worker-{slot}" for slot in slots]
+        log = next((log for name in names if (log := _log_of(facts, name))), "")
+        sentence = f"envs of {names_of(names)} refuse tasks: {words}"
+        yield observe(facts, "tasks_refused", "envs", sentence, command=log, slots=tuple(slots))
+
+
 def censored_episodes(facts: Facts) -> Iterator[Observation]:
     """Yield that the newest aborted episodes differ from the newest finished ones, where some were aborted lately.
 

@@ -257,6 +257,7 @@ WORKER_TABLE = (
     Metric("env_failures", "failures", "of its envs in this life; absent without any, as the next two"),
     Metric("env_failure", "", "the newest of these in words"),
     Metric("env_failure_age_s", "s", "since the broker heard of it"),
+    Metric("tasks_refused", "", "what its envs refuse of the present tasks, and why, in words; absent without"),
     Metric("time_share", "1", "of its recent time by part, which sum to 1; absent for the first seconds"),
     Metric(
         "env_hosts",

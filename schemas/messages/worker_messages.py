@@ -176,7 +176,7 @@ class Heartbeat(Message):
     LEFT_OUT = frozenset(
         (
             *("time_s", "envs_lost", "env_hosts", "env_host_versions", "serving", "ports", "env_error"),
-            *("bytes_shipped", "waited_s", "window", "usage", "envs_usage", "tasks"),
+            *("bytes_shipped", "waited_s", "window", "usage", "envs_usage", "tasks", "tasks_refused"),
         )
     )
     slot: Slot
@@ -226,6 +226,8 @@ class Heartbeat(Message):
     """The use of the processes of its envs, or its env hosts, together; None where it has none."""
     tasks: Version | None = None
     """The tasks that its next resets take; None: it has none."""
+    tasks_refused: Annotated[str, Field(max_length=MOST_SHORT_DETAIL)] = ""
+    """What its envs refuse of these tasks, and why, in words."""
 
 
 class LastWords(Message):

@@ -176,6 +176,7 @@ class PrebuiltRunner:
 
     weights_version = (1, 1)
     envs_lost = 0
+    tasks_refused = ""
     env_hosts = None
     callbacks = CallbackList((), dict)
     config = EnvRunnerConfig()

@@ -58,6 +58,7 @@ BEFORE = ((NOW - 50.0, {"messages_refused": 2.0, "env_steps_total": 9000.0}),)
 ELSEWHERE = {**WORKER, "unix_s": NOW - 8, "pid": 3, "host": "\x1b[2Jbox"}
 FAILS = {**WORKER, "env_failures": 9, "env_failure_age_s": 2.0, "env_failure": "boom\n", "joined_unix_s": NOW - 60}
 FAILED_ONCE = {**FAILS, "env_failures": 1}
+REFUSES = {**WORKER, "tasks_refused": "SyncVectorEnv resets its envs\x9bby itself; make it with DISABLED"}
 ABORTED = {
     "episodes_window": 100.0,
     "episode_len_mean": 100.0,
@@ -309,6 +310,12 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
         told(workers={0: {**FAILS, "envs_lost": 1, "num_envs": 8}, 1: WORKER}),
         "envs_failing",
         r"envs of worker-0 fail again and again: 9 in all, the newest 2 s ago: boom\?; 1 of 8 envs are down",
+        "tail /runs/a/logs/worker-0.log",
+    ),
+    "envs that take no tasks": (
+        told(workers={0: REFUSES, 1: REFUSES}),
+        "tasks_refused",
+        r"envs of worker-0, worker-1 refuse tasks: SyncVectorEnv resets its envs\\x9bby itself; make it with",
         "tail /runs/a/logs/worker-0.log",
     ),
     "long episodes are aborted": (
@@ -644,6 +651,15 @@ def test_envs_that_are_down_for_one_cause_are_one_finding() -> None:
     assert found.sentence.startswith(
         "4 of 16 envs of 2 of 2 workers are down; the newest failure, 30 s ago (worker-0): env_exc"
     )
+
+
+def test_each_cause_for_which_tasks_are_refused_is_a_finding_and_no_worker_counts_as_late() -> None:
+    workers = {0: REFUSES, 1: {**WORKER, "tasks_refused": "1 of 2 tasks left out"}, 2: REFUSES, 3: WORKER}
+    facts = told(workers=workers)
+    found = find(facts)
+    assert [one.slots for one in found] == [(0, 2), (1,)]
+    line = "Learning. Envs of worker-0, worker-2 refuse tasks: SyncVectorEnv resets its envs"
+    assert verdict(facts, found).startswith(line)
 
 
 def ended(words: str, **changes: Any) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def honest_hashes() -> dict[str, Hash]:
         "env_failures": 1,
         "env_failure_age_s": 2.5,
         "env_failure": "x",
+        "tasks_refused": "x",
     }
     returns = {"return_mean": 1.5, "return_min": 0.0}
     return {

@@ -36,7 +36,7 @@ from support.pipeline.delivery import (
     broker_process,
     worker_process,
 )
-from support.pipeline.worker_threads import AT_RANDOM, WorkerThread
+from support.pipeline.worker_threads import AT_RANDOM, SAMPLING, WorkerThread
 from support.waiting import TIMEOUT_S, wait_until
 
 LEVEL = {"level": 3}
@@ -138,6 +138,22 @@ def test_a_worker_hands_each_publication_to_its_runner_once(
             assert teacher.publish(LEVEL) == version
             wait_until(lambda told=version: in_use(broker) == {0: told}, "the tasks in use")  # type: ignore[misc]
     assert got == [(1, 1), (1, 2)]
+
+
+def test_a_broker_hears_why_envs_refuse_their_tasks(
+    broker: BrokerThread, teach: StartTeacher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def said() -> str:
+        beats = broker.ask(lambda asked: [source.figures.beat for source in asked.core.live()])
+        return beats[0].tasks_refused if beats else ""
+
+    teacher, sampling = teach(broker.endpoints.learner), {**SAMPLING, "env": "CartPole-v1"}
+    sampling["gym_env_vectorize_mode"] = "vector_entry_point"
+    with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, {**AT_RANDOM, "sampling": sampling}):
+        teacher.publish(LEVEL)
+        wait_until(lambda: "CartPoleVectorEnv resets its envs by itself" in said(), "the sentence")
+        teacher.publish(None)
+        wait_until(lambda: not said(), "that it is over")
 
 
 def test_a_session_ignores_older_and_equal_tasks(broker: BrokerThread, start_feeder: StartFeeder) -> None:

@@ -57,7 +57,7 @@ class Counts:
         metrics_logger.log_value("episodes", 1, reduce="sum")
 """
 AT_TIMES = {"blocked_since_unix_s", "env_failures", "env_failure", "env_failure_age_s", "env_hosts", "serving"}
-AT_TIMES |= {"envs_cpu_share", "envs_rss_bytes"}
+AT_TIMES |= {"envs_cpu_share", "envs_rss_bytes", "tasks_refused"}
 """Members of a worker's row that it has at times, or with other envs."""
 TWO_POLICIES = (
     *("--env", "counts:carts_of_which_each_fails_once", "--workers", "2", "--num-envs", "2"),

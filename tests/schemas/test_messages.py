@@ -196,6 +196,7 @@ BOUNDED_BY_THE_MESSAGE = {
     "EnvHostBye": "reason",
     "EnvHostHello": "spaces env host",
     "EnvOrders": "orders tasks",
+    "EpisodeAnswer": "task",
     "EpisodeStep": "reward info",
     "Fenced": "detail",
     "Heartbeat": "counters",

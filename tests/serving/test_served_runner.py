@@ -9,11 +9,13 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import orjson
 import pytest
 
 from headrace.deploy.run.key_pairs import make_keys
@@ -22,6 +24,7 @@ from headrace.schemas.credentials.keys import TOKEN_FILE
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, KeysError, PortInUseError
 from headrace.schemas.errors.episodes import EpisodeAbortedError
+from headrace.schemas.messages import Tasks, WeightedTask
 from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.context import EnvContext
@@ -109,6 +112,35 @@ def test_the_learner_gets_the_episodes_as_the_clients_played_them() -> None:
             assert parts[-1].end in (ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED)
             assert all((part.rewards == 1).all() for part in parts)
         assert sorted(told) == lived
+
+
+def test_a_client_is_told_the_task_of_its_episode_and_the_chunks_name_it() -> None:
+    with runner() as (sampler, served):
+        with sampling(sampler) as chunks, PolicyClient(served.endpoint, timeout_s=TIMEOUT_S) as client:
+            before, start = client.start_episode(), partial(put, f"{served.url}/v1/sessions/web")
+            assert client.task_of(before) is None
+            start("")
+            assert "task" not in start("/episodes/plain")
+            sampler.set_tasks(Tasks(version=(1, 1), tasks=[WeightedTask(values={"level": 3})]))
+            episode = client.start_episode()
+            assert client.task_of(episode) == {"level": 3}
+            first = start("/episodes/told")
+            sampler.set_tasks(Tasks(version=(1, 2), tasks=[WeightedTask(values={"level": 4})]))
+            assert first["task"] == {"level": 3}
+            assert start("/episodes/told") == first, "a repeated request gets the same answer"
+            for level, own in ((None, before), ({"level": 3}, episode)):
+                client.get_action(own, np.full(4, 0.0 if level is None else 0.25))
+                client.end_episode(own, np.zeros(4))
+                with refused("unknown_episode"):
+                    client.task_of(own)
+        told = {chunk.obs[0, 0]: chunk.task and (chunk.task.version, chunk.task.values) for chunk in chunks}
+        assert told == {0.0: None, 0.25: ((1, 1), {"level": 3})}
+
+
+def put(session: str, path: str) -> Any:
+    request = urllib.request.Request(session + path, b"", {"Headrace-Client": "t"}, method="PUT")
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        return orjson.loads(answer.read())
 
 
 def test_a_client_that_vanishes_leaves_an_aborted_marker() -> None:

@@ -17,11 +17,25 @@ from headrace.workers import EnvRunnerConfig
 from headrace.workers.adapters.gym_vector_env import GymVectorEnv
 from headrace.workers.callbacks import RunnerCallback
 from headrace.workers.envs.remote.env_messages import EnvHostHello
-from support.envs.tasked import NONE, Optioned, Pair, Taught, listed, runner, wrapped
+from support.envs.tasked import (
+    NONE,
+    Asking,
+    AskingPair,
+    Levels,
+    Optioned,
+    Pair,
+    Taught,
+    listed,
+    masked,
+    resetting,
+    runner,
+    wrapped,
+)
 from support.fleets.env_hosts import EnvHosts
 
 HERE = "support.envs.tasked"
 IN_PROCESSES: dict[str, Any] = {"env_placement": "process", "envs_per_process": 2}
+SYNC, ASYNC = {"gym_env_vectorize_mode": "sync"}, {"gym_env_vectorize_mode": "async"}
 
 
 def told(seq: int, *levels: Any, group: int = 0) -> Tasks:
@@ -83,6 +97,12 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "options": (Optioned, {}),
     "behind wrappers": (wrapped, {}),
     "a user's vector": (listed, {}),
+    "sync": (Taught, SYNC),
+    "sync, options": (Optioned, SYNC),
+    "async": (f"{HERE}:Taught", ASYNC),
+    "async, options": (f"{HERE}:Optioned", ASYNC),
+    "a user's gymnasium vector": (masked, {}),
+    "a vector in arrays": (Levels, {}),
     "agents": (Pair, {}),
     "processes": (f"{HERE}:Taught", IN_PROCESSES),
     "processes, options": (f"{HERE}:Optioned", IN_PROCESSES),
@@ -148,10 +168,10 @@ def test_a_host_of_a_version_without_tasks_is_refused_when_tasks_come(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("pair", ["twice", "in processes", "agents in processes"])
+@pytest.mark.parametrize("pair", ["twice", "in processes", "agents in processes", "sync", "async"])
 def test_two_runs_with_a_switch_are_equal_to_the_bit(pair: str) -> None:
     env = Pair if "agents" in pair else Taught
-    other = {} if pair == "twice" else IN_PROCESSES
+    other = {"twice": {}, "sync": SYNC, "async": ASYNC}.get(pair, IN_PROCESSES)
     first = sample(runner(f"{HERE}:{env.__name__}"), *PLAN)
     assert brief(first) == brief(sample(runner(f"{HERE}:{env.__name__}", **other), *PLAN))
 
@@ -186,10 +206,12 @@ def test_draws_follow_the_weights_and_a_rule_gives_each_env_its_value() -> None:
     assert {(c.task.values["level"]) for c in chunks if c.task} == {0.0, 1.0, 2.0, 3.0, 4.0, 5.0}
 
 
-def test_groups_share_seed_and_first_observation_over_two_workers() -> None:
+@pytest.mark.processes
+@pytest.mark.parametrize("settings", [{}, SYNC, ASYNC], ids=["inline", "sync", "async"])
+def test_groups_share_seed_and_first_observation_over_two_workers(settings: dict[str, Any]) -> None:
+    own = {"num_workers": 2, "env_config": {"length": 3}, **settings}
     parts = [
-        sample(runner(worker_index=i, num_workers=2, env_config={"length": 3}), told(1, 1.0, 2.0, 3.0, group=4), 12)
-        for i in (0, 1)
+        sample(runner(f"{HERE}:Taught", worker_index=i, **own), told(1, 1.0, 2.0, 3.0, group=4), 12) for i in (0, 1)
     ]
     chunks = parts[0] + parts[1]
     check(chunks)
@@ -211,14 +233,22 @@ def test_workers_beyond_the_fleets_number_have_groups_of_their_own() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("settings", [{}, IN_PROCESSES], ids=["inline", "processes"])
-@pytest.mark.parametrize("env", ["Optioned", "Pair"])
+@pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")
+@pytest.mark.parametrize(
+    ("env", "settings"),
+    [
+        *((env, settings) for env in ("Optioned", "Pair") for settings in ({}, IN_PROCESSES)),
+        *(("Optioned", settings) for settings in (SYNC, ASYNC)),
+    ],
+)
 def test_a_task_that_envs_refuse_is_left_out_after_three_times(
     env: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     sampler = runner(f"{HERE}:{env}", **settings, env_config={"refused": 2.0})
     levels = check(sample(sampler, told(1, 1.0, 2.0), 8, told(2, 2.0), 8), env)
     assert set(levels) == {1.0, NONE}
+    assert sampler.tasks_refused.startswith("1 of 1 tasks left out, the newest after 3 failed resets: {'level': 2.0} (")
+    assert "ValueError: too hard" in sampler.tasks_refused
     left_out = [
         r.getMessage() for r in caplog.records if r.levelno == logging.ERROR and "leaves it out" in r.getMessage()
     ]
@@ -268,13 +298,35 @@ def test_a_runner_that_continues_a_state_goes_on_with_the_draws() -> None:
     other.stop()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_native_vector_takes_no_tasks_and_says_so(mode: str) -> None:
-    sampler = runner("CartPole-v1", gym_env_vectorize_mode=mode)
-    with pytest.raises(ConfigError, match="take no tasks"):
+@pytest.mark.parametrize(
+    ("env", "group", "words"),
+    [
+        (resetting, 0, "SyncVectorEnv resets its envs by itself; make it with AutoresetMode.DISABLED, or"),
+        (Levels, 4, "Levels takes no seed for each env, so no groups"),
+        (Asking, 4, "drivers of external episodes seed them, so tasks have no groups here"),
+    ],
+    ids=["resets by itself", "one seed", "external"],
+)
+def test_envs_that_cannot_take_tasks_say_so_and_have_none(env: Any, group: int, words: str) -> None:
+    sampler = runner(env)
+    if env is Levels:
         sampler.set_tasks(told(1, 1.0))
+    with pytest.raises(ConfigError, match=words):
+        sampler.set_tasks(told(2, 1.0, group=group))
+    assert words in sampler.tasks_refused
+    assert all(chunk.task is None for chunk in sample(sampler, 3))
+    assert words in sampler.tasks_refused
     sampler.set_tasks(None)
-    assert all(chunk.task is None for chunk in sample(sampler, 1))
+    assert sampler.tasks_refused == ""
+
+
+@pytest.mark.parametrize("env", [Asking, AskingPair])
+def test_drivers_of_external_episodes_ask_for_their_task(env: Any) -> None:
+    chunks = sample(runner(env), *PLAN)
+    levels = set(check(chunks, Optioned))
+    assert NONE in levels
+    assert levels & {1.0, 2.0, 3.0}
+    assert levels & {7.0, 8.0}
 
 
 @pytest.mark.parametrize("env", [Taught, Optioned])

@@ -44,8 +44,6 @@ class LaneDriver(Protocol):
     """Groups of lanes that act together once all live lanes of the group can. Empty: each lane acts when it can."""
     replies_at_once: bool = True
     """True if `poll` steps envs in this process, and does not wait for others."""
-    takes_tasks: bool = True
-    """False if the envs begin their episodes by themselves, or only all together."""
     on_rebuild: Callable[[], None] | None = None
     """Called before an env is rebuilt, which may take any time."""
     on_episode_created: Callable[[Lane, Episode], None] | None = None
@@ -83,6 +81,10 @@ class LaneDriver(Protocol):
     def seeds_every_episode(self) -> bool:
         """Return whether each episode begins with its own seed, so that it can be repeated."""
         return True
+
+    def why_no_tasks(self, group: int) -> str:
+        """Return why the envs take no tasks, or none in groups of `group`, and what helps; "" if they take them."""
+        return ""
 
     @property
     def steps_to_reset(self) -> bool:

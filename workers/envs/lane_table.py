@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
@@ -67,12 +68,18 @@ class LaneTable:
         self.tasks.note_begun(started)
         return started
 
-    def create_episode(self, lane: Lane, kind: type[AnyEpisode]) -> AnyEpisode:
-        """Return the episode that the lane's next reset begins, with its seed and task; see `Lane.create_episode`."""
+    def create_episode(
+        self, lane: Lane, kind: type[AnyEpisode], draw: Callable[[], int | None] | None = None
+    ) -> AnyEpisode:
+        """Return the episode that the lane's next reset begins, with its seed and task; see `Lane.create_episode`.
+
+        `draw` returns the seed of a lane that has none of its own.
+        """
+        draw = draw or lane.seeds.next
         if not self.tasks:
-            return lane.create_episode(lane.seeds.next(), kind)
+            return lane.create_episode(draw(), kind)
         seed, task, self.tasks.begun[lane.index] = self.tasks.peek(lane.index, lane.episodes_begun)
-        episode = lane.create_episode(lane.seeds.next() if seed is None else seed, kind)
+        episode = lane.create_episode(draw() if seed is None else seed, kind)
         episode.task = task
         return episode
 

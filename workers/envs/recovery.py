@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import EnvRestartBudgetError
+from headrace.schemas.errors import EnvRestartBudgetError, words_of
 from headrace.workers.envs.failures import Failure, let_go
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.lane_table import LaneTable
@@ -165,7 +165,7 @@ def _is_mended_at_once(
     if task is not None and failure.is_of_env and failure.at == "reset":
         failure.hint = f"its task was {dict(task.values)!r}"
         table.tasks.note_begun(table.started)
-        table.tasks.refuse(lane.index, task)
+        table.tasks.refuse(lane.index, task, words_of(failure.error))
     if failure.is_of_env:
         table.totals.env_failures += 1
         table.totals.newest_env_failure = failure.in_words()

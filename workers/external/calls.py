@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Space
+from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.workers.envs.bounds import LARGEST_REWARD
 from headrace.workers.envs.checks import check_rewards
@@ -77,6 +78,8 @@ class EpisodePlace:
     call: Call | None = None
     """The call without an answer."""
     has_acted: bool = False
+    task: Task | None = None
+    """The task that its driver was told at the start."""
     released: bool = False
     """True once the episode is over. Another episode may have the lane by now."""
 

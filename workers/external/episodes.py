@@ -19,9 +19,11 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from copy import deepcopy
 from typing import Any, Generic, TypeVar
 
 from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors.episodes import (
     ClientLostError,
     EpisodeAbortedError,
@@ -68,6 +70,8 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         self._closed: str | None = None
         self._full: str | None = None
         """Reason for which no episode may begin any more, while open ones go on."""
+        self.draw_task: Callable[[int], Task | None] = lambda lane: None
+        """Returns the task of the episode that begins in a lane. Called by drivers, one at a time."""
         self.driver_loop: DriverLoop | None = None
         """Serves drivers in the sampler's thread instead of its sleep, if it is set."""
 
@@ -94,8 +98,16 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             self._check_not_over(episode_id)
             if not self._free:
                 raise NoFreePlaceError(episode_id, self.capacity)
-            self._open[episode_id] = self._new_place(heapq.heappop(self._free), episode_id, training_enabled)
+            place = self._new_place(heapq.heappop(self._free), episode_id, training_enabled)
+            place.task = self.draw_task(place.lane)
+            self._open[episode_id] = place
         return episode_id
+
+    def task_of(self, episode_id: str) -> dict[str, Any] | None:
+        """Return the values of an open episode's task; None without one. Raises `EpisodeError`."""
+        with self._lock:
+            task = self._find(episode_id, idle=False).task
+        return None if task is None else deepcopy(dict(task.values))
 
     def ask(self, episode_id: str, observation: Any, on_answer: OnAnswer) -> None:
         """Have the current policy choose an action.

@@ -43,7 +43,6 @@ class ExternalLanes(LaneDriver):
 
     pace = Pace.EXTERNAL
     seeds_every_episode = False
-    takes_tasks = False
     replies_at_once = False
     episodes: Any
     """The table of the episodes."""
@@ -122,7 +121,9 @@ class ExternalLanes(LaneDriver):
 
     def _adopt(self, env: SelfDrivenEnv[Any]) -> None:
         """Start `env` with its own table. Threads of the previous env find their table closed."""
+        lanes, draws = self.lanes, self._table.tasks  # not `self`, which `RunThread` watches
         self.episodes = self._new_table()
+        self.episodes.draw_task = lambda lane: draws.peek(lane, lanes[lane].episodes_begun)[1]
         env.attach(self.episodes)
         for lane in self.lanes:
             lane.env = env  # type: ignore[assignment]
@@ -169,6 +170,10 @@ class ExternalLanes(LaneDriver):
     def under_way(self) -> set[int]:
         """Live lanes whose driver got an action and has not reported its result."""
         return set(self._under_way)
+
+    def why_no_tasks(self, group: int) -> str:
+        """Return why the episodes take no tasks: in groups, they would have to begin with one seed."""
+        return "drivers of external episodes seed them, so tasks have no groups here; publish without" if group else ""
 
     @property
     def open_episodes(self) -> int:
@@ -228,7 +233,7 @@ class ExternalLanes(LaneDriver):
             self.episodes.release(place)
             return
         episode = lane.create_episode(None, self._episode_kind)
-        episode.trains = place.training_enabled
+        episode.trains, episode.task = place.training_enabled, place.task
         episode.custom_data["external_episode_id"] = place.episode_id
         if self.on_episode_created is not None:
             try:

@@ -52,6 +52,10 @@ class SelfDrivenEnv(Generic[AnyTable]):
                 if not episodes.wait_for_place(max(until - time.monotonic(), 0.0)):
                     raise NoFreePlaceError(error.episode_id, error.capacity, EXTERNAL_PATIENCE_S) from error
 
+    def task_of(self, episode_id: str) -> dict[str, Any] | None:
+        """Return the task with which the episode is to begin, as a teacher published it; None without one."""
+        return self.episodes.task_of(episode_id)
+
     def get_action(self, episode_id: str, observation: Any) -> Any:
         """Return the current policy's action. Blocks until it is computed, at most 300 s.
 

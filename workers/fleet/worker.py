@@ -28,6 +28,7 @@ from headrace.schemas.errors import (
     StateError,
 )
 from headrace.schemas.messages import tellable_weights
+from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
 from headrace.schemas.messages.weights import WeightsVersion
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.fleet_place import FleetPlace
@@ -248,6 +249,7 @@ class Worker:
             "env_host_versions": list(hosts.versions[:MOST_VERSIONS]) if hosts else [],
             "serving": serving,
             "env_error": runner.totals.failure_groups.next(),
+            "tasks_refused": runner.tasks_refused[:MOST_SHORT_DETAIL],
             "bytes_shipped": self._shipper.bytes_shipped,
             "waited_s": self._waits_so_far(),
             "usage": own_usage(),

@@ -43,6 +43,8 @@ class TaskDraws:
         self._told: Tasks | None = None
         self.begun: dict[int, int] = {}
         """Lane -> index of the task of its newest episode."""
+        self.refused = ""
+        """What the envs refuse of these tasks, and why, in words."""
         self.set(None)
 
     def __bool__(self) -> bool:
@@ -52,6 +54,7 @@ class TaskDraws:
         """Draw from these tasks from now on; None or an empty list: from none. The present version changes nothing."""
         if told is not None and self._told is not None and told.version == self._told.version:
             return
+        self.refused = ""
         self._told = told if told is not None and told.tasks else None
         self._first: dict[int, int] = {}
         """Lane -> number of its first episode under this version."""
@@ -61,11 +64,12 @@ class TaskDraws:
         self._refusals: dict[int, int] = {}
 
     def peek(self, lane: int, number: int) -> Opening:
-        """Return how episode `number` of the lane, its next one, begins."""
-        if self._told is None:
+        """Return how episode `number` of the lane, its next one, begins. Drivers of external episodes call it too."""
+        openings, told = self._next, self._told  # in this order, since `set` may come from another thread
+        if told is None:
             return None, None, -1
-        if (known := self._next.get(lane)) is None or known[0] != number:
-            known = self._next[lane] = number, self._draw(self._told, lane, number)
+        if (known := openings.get(lane)) is None or known[0] != number:
+            known = openings[lane] = number, self._draw(told, lane, number)
         return known[1]
 
     def _draw(self, told: Tasks, lane: int, number: int) -> Opening:
@@ -102,7 +106,7 @@ class TaskDraws:
         for lane in lanes if self._refusals else ():
             self._refusals.pop(self.begun.get(lane, -1), None)
 
-    def refuse(self, lane: int, task: Task) -> None:
+    def refuse(self, lane: int, task: Task, why: str) -> None:
         """Count a reset with `task` that failed in the lane. Leave the task out after `MOST_REFUSALS` in a row."""
         index = self.begun.get(lane, -1)
         if self._told is None or task.version != self._told.version or index < 0:
@@ -112,6 +116,8 @@ class TaskDraws:
             self._left_out.add(index)
             self._next.clear()
             log.error("task %r failed %d resets in a row; this worker leaves it out", dict(task.values), count)
+            of_all, values = f"{len(self._left_out)} of {len(self._told.tasks)}", f"{dict(task.values)!r:.60}"
+            self.refused = f"{of_all} tasks left out, the newest after {count} failed resets: {values} ({why:.75})"
 
 
 def _pick(told: Tasks, choices: Sequence[int], root: np.random.SeedSequence) -> int:

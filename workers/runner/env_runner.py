@@ -492,13 +492,21 @@ class EnvRunner(ABC, Generic[Batch]):
         times in a row is left out here. `TaskDraws` says which episode gets which task. `get_state` does not have the
         tasks: set them again after `set_state`. Draws then go on; groups begin again with the first one.
 
-        Raises `ConfigError` for tasks of envs that take none: gymnasium vectors and external envs.
+        A vector gets the values as options of its `reset`, beside the `reset_mask` of the envs that have this task.
+
+        Raises `ConfigError` for tasks that these envs cannot take. Their episodes have none then.
         """
-        envs = self._existing_sampler.envs
-        if told is not None and told.tasks and not envs.takes_tasks:
-            message = "gymnasium vectors and external envs take no tasks; give the single env, with"
-            raise ConfigError(f"{message} gym_env_vectorize_mode = None", key="env")
-        self._existing_table.tasks.set(told)
+        draws = self._existing_table.tasks
+        why = self._existing_sampler.envs.why_no_tasks(told.group) if told is not None and told.tasks else ""
+        draws.set(None if why else told)
+        draws.refused = why or draws.refused
+        if why:
+            raise ConfigError(why, key="env")
+
+    @property
+    def tasks_refused(self) -> str:
+        """What the envs refuse of the present tasks, and why, in words; "" if they take them."""
+        return self._existing_table.tasks.refused if self._sampler is not None else ""
 
     def get_state(self, components: Wanted = None, not_components: Wanted = None) -> dict[str, Any]:
         """Return this runner's state as plain values and arrays. `set_state` of another runner continues from it.

@@ -181,11 +181,14 @@ class EpisodeAnswer(Message):
     """Header of an answer. Arrays "actions..." are the actions, unless the client chose them or the episode is over."""
 
     KIND = MessageKind.EPISODE_ANSWER
+    LEFT_OUT = frozenset(("task",))
     request: Natural = 0
     episode: EpisodeId
     next_step: Natural
     weights: Version = (0, 0)
     """(learner_epoch, seq) of the weights that chose the action."""
+    task: dict[str, Any] | None = None
+    """In the answer to a start: the task with which the episode is to begin."""
 
 
 class ClientPart(Message):

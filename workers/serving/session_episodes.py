@@ -70,10 +70,12 @@ class SessionEpisodes:
                     f"this session has {len(session.open)} open episodes, the most it may have", "server_full"
                 )
             self._table.start(start.episode, training_enabled=start.training_enabled)
-            session.open[start.episode] = EpisodeRecord(session, start.episode, start.training_enabled)
+            task = self._table.task_of(start.episode)
+            episode = EpisodeRecord(session, start.episode, start.training_enabled, task)
+            session.open[start.episode] = episode
         elif episode.step or episode.reply_to is not None or episode.training_enabled != start.training_enabled:
             raise EpisodeError(start.episode, "already_started")
-        return Reply.of(EpisodeAnswer(episode=start.episode, next_step=0))
+        return Reply.of(EpisodeAnswer(episode=start.episode, next_step=0, task=episode.task))
 
     def step(
         self, session: SessionRecord, step: AnyStep, address: Address, observation: Any, action: Any

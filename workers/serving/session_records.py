@@ -44,7 +44,8 @@ class Reply:
     @classmethod
     def of(cls, message: Message, arrays: Mapping[str, NDArray[Any]] | None = None) -> Reply:
         """Return the reply that says `message`. All fields of the message must be plain values."""
-        return cls(message.KIND, vars(message), arrays=arrays)
+        fields = {name: value for name, value in vars(message).items() if value or name not in message.LEFT_OUT}
+        return cls(message.KIND, fields, arrays=arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class EpisodeRecord:
     session: SessionRecord
     id: str
     training_enabled: bool
+    task: dict[str, Any] | None = None
     step: int = 0
     """The number of the next step."""
     reply_to: Address | None = None

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.envs.vector_env import VectorEnv
+from headrace.workers.external import ExternalEnv, ExternalMultiAgentEnv
+from headrace.workers.external.self_driven import SelfDrivenEnv
 
 NONE = -1.0
 """The level of an episode without a task."""
@@ -78,6 +83,83 @@ def listed(context: Any) -> VectorEnv:
     return VectorEnv.wrap(lambda index: Taught({**context, "index": index}), num_envs=context.num_envs)
 
 
+def masked(context: Any) -> gym.vector.SyncVectorEnv:
+    """Return gymnasium's vector of `Optioned` envs, which resets only where it is told to."""
+    return _vector(context, AutoresetMode.DISABLED)
+
+
+def resetting(context: Any) -> gym.vector.SyncVectorEnv:
+    """Return one that resets its envs by itself."""
+    return _vector(context, AutoresetMode.SAME_STEP)
+
+
+def _vector(context: Any, mode: AutoresetMode) -> gym.vector.SyncVectorEnv:
+    envs = [partial(Optioned, {**context, "index": index}) for index in range(context.num_envs)]
+    return gym.vector.SyncVectorEnv(envs, autoreset_mode=mode)
+
+
+class Levels(gym.vector.VectorEnv[Any, Any, Any]):
+    """A vector in arrays, as simulators are: one seed for all envs of a reset, and tasks in its options."""
+
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.DISABLED}
+    single_observation_space, single_action_space = SPACE, Optioned.action_space
+
+    def __init__(self, config: Any) -> None:
+        self.num_envs = config.num_envs
+        self.observation_space = batch_space(SPACE, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self._seen = np.zeros((self.num_envs, 4))
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        told = options or {}
+        mask = told.pop("reset_mask", np.ones(self.num_envs, np.bool_))  # the options are its own
+        drawn = self.np_random.random(self.num_envs)
+        began = np.array([[told.get("level", NONE), seed % 1000, 0, number] for number in drawn])
+        self._seen[mask] = began[mask]
+        return self._seen.copy(), {}
+
+    def step(self, actions: Any) -> Any:
+        self._seen[:, 2] += 1
+        over = self._seen[:, 2] == 5 + np.arange(self.num_envs)
+        return self._seen.copy(), np.ones(self.num_envs), over, np.zeros(self.num_envs, np.bool_), {}
+
+
+class _Asks(SelfDrivenEnv[Any]):
+    """Asks which task each of its episodes has."""
+
+    def run(self) -> None:
+        self.run_in_threads(self._play, 3)
+
+    def _play(self, thread: int) -> None:
+        while True:
+            episode = self.start_episode()
+            level = (self.task_of(episode) or {}).get("level", NONE)
+            for t in range(5):
+                self.get_action(episode, self._seen(level, t))
+            self.end_episode(episode, self._seen(level, 5))
+
+    def _seen(self, level: float, t: int) -> Any:
+        return np.array([level, -1.0, t, 0.0])
+
+
+class Asking(_Asks, ExternalEnv):
+    """With one agent."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(Optioned.action_space, SPACE)
+
+
+class AskingPair(_Asks, ExternalMultiAgentEnv):
+    """With two agents."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(dict.fromkeys("ab", Optioned.action_space), dict.fromkeys("ab", SPACE))
+
+    def _seen(self, level: float, t: int) -> Any:
+        return dict.fromkeys("ab", super()._seen(level, t))
+
+
 class Pair:
     """Two agents that both see what a `Taught` env sees."""
 
@@ -101,7 +183,8 @@ class Pair:
 
 def runner(env: Any = Taught, worker_index: int = 0, **settings: Any) -> Any:
     """Return a runner of these envs, with a seed."""
-    kind: Any = MultiAgentEnvRunner if env in (Pair, f"{__name__}:Pair") else SingleAgentEnvRunner
+    several = env in (Pair, AskingPair, f"{__name__}:Pair")
+    kind: Any = MultiAgentEnvRunner if several else SingleAgentEnvRunner
     policies = {"policies": {"one": {}}} if kind is MultiAgentEnvRunner else {}
     config = EnvRunnerConfig(
         env=env, **{"num_envs": 3, "seed": 5, "rollout_fragment_length": 8, **policies, **settings}

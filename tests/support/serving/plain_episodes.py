@@ -72,6 +72,9 @@ class PlainEpisodes:
             self.episodes[episode_id] = PlainEpisode(training_enabled)
         return episode_id
 
+    def task_of(self, episode_id: str) -> None:
+        """No task: nothing publishes any."""
+
     def open(self) -> list[str]:
         return [id for id, episode in self.episodes.items() if episode.end == "open"]
 

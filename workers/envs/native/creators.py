@@ -15,6 +15,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator, gym_spec
 from headrace.workers.envs.ownership import refuse_twice
+from headrace.workers.envs.task_reset import reset_with, task_setter
 
 
 def vector_creator(config: EnvRunnerConfig) -> EnvCreator:
@@ -40,7 +41,19 @@ def vector_creator(config: EnvRunnerConfig) -> EnvCreator:
 
 
 def _builders(creator: EnvCreator, context: EnvContext) -> list[Callable[[], Any]]:
-    return [partial(build_env, creator, context.at(index)) for index in range(context.num_envs)]
+    return [partial(_build, creator, context.at(index)) for index in range(context.num_envs)]
+
+
+def _build(creator: EnvCreator, context: EnvContext) -> Any:
+    env = build_env(creator, context)
+    return env if task_setter(env) is None else _Taught(env)
+
+
+class _Taught(gym.Wrapper[Any, Any, Any, Any]):
+    """Gives the task in the options of a reset to `set_task` of the env."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return reset_with(self.env, seed, options or None)
 
 
 class Seeding(Enum):

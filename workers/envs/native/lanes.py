@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from headrace.schemas.accounts.user_calls import SETTINGS, UserCall
@@ -19,7 +20,7 @@ from headrace.workers.envs.creators import naming_what_failed
 from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.envs.native.creators import autoreset_of, check_vector, seeding_of, vector_creator
+from headrace.workers.envs.native.creators import Seeding, autoreset_of, check_vector, seeding_of, vector_creator
 from headrace.workers.envs.native.infos import infos_by_lane, without_rows
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.ownership import free
@@ -41,8 +42,6 @@ class NativeLanes(EnvDriver):
 
     `first` is a vector that was built to find out its kind.
     """
-
-    takes_tasks = False
 
     def __init__(self, table: LaneTable, first: Any = None) -> None:
         self.lanes = table.lanes
@@ -90,7 +89,7 @@ class NativeLanes(EnvDriver):
         config = self._table.config
         self._env, self._broken = env, None
         check_vector(env, len(self.lanes))
-        self._mode, self._seeding = autoreset_of(env), seeding_of(env)
+        self._mode, self._seeding, self._kind = autoreset_of(env), seeding_of(env), type(env.unwrapped).__name__
         if processes_of(env):
             watchdog = Watchdog(lambda: env, min(config.env_step_timeout_s, config.env_reset_timeout_s))
             sentence = "the processes of a vector were dropped without stop()"
@@ -98,6 +97,14 @@ class NativeLanes(EnvDriver):
         for lane in self.lanes:
             lane.seeds.renew()
             lane.env = env
+
+    def why_no_tasks(self, group: int) -> str:
+        """Return why the vector takes no tasks: only a vector that Headrace resets can."""
+        if self._mode is not AutoresetMode.DISABLED:
+            why = f"{self._kind} resets its envs by itself; make it with AutoresetMode.DISABLED, or give the single env"
+            return f"{why}, with gym_env_vectorize_mode = None"
+        has_groups = not group or self._seeding is Seeding.EACH
+        return "" if has_groups else f"{self._kind} takes no seed for each env, so no groups; publish without"
 
     @contextmanager
     def _limited(self, kind: UserCall) -> Iterator[None]:

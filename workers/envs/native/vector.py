@@ -15,9 +15,11 @@ When all lanes begin together, the driver resets them with seeds, in each mode.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
+import orjson
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
@@ -65,6 +67,7 @@ class NativeVector(NativeLanes):
         self._pending = None
         self._resetting = np.zeros(len(self.lanes), np.bool_)
         """Lanes that the next step resets."""
+        self._was_reset = False
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -178,26 +181,39 @@ class NativeVector(NativeLanes):
         """Begin an episode in each of `lanes`. If all lanes begin together, reset them with seeds."""
         if self._env is None or self._broken is not None:
             return
-        if len(lanes) == len(self.lanes):
-            self._reset(range(len(self.lanes)), {})
-        elif self._mode is AutoresetMode.DISABLED:
-            mask = np.zeros(len(self.lanes), np.bool_)
-            mask[list(lanes)] = True
-            self._reset(lanes, {"options": {"reset_mask": mask}})
+        if len(lanes) == len(self.lanes) or self._mode is AutoresetMode.DISABLED:
+            for values, own in self._by_task(lanes):
+                if self._broken is None:
+                    self._reset(own, values)
         elif self._pending is not None:
             # Write the observations of all lanes again, which is cheaper than taking the batch apart.
             self.observations.put_rows(self._pending.observations, self._pending.lanes)
             self._begin_unseeded(lanes, self._pending)
 
-    def _reset(self, lanes: Sequence[int], options: dict[str, Any]) -> None:
-        seeds, argument = self._seeds_for(lanes)
-        episodes = [self.lanes[i].create_episode(seed, Episode) for i, seed in zip(lanes, seeds, strict=True)]
+    def _by_task(self, lanes: Sequence[int]) -> list[tuple[dict[str, Any], Sequence[int]]]:
+        """Return the values of the tasks of the lanes' next episodes, none without a task, and the lanes of each."""
+        draws, found = self._table.tasks, dict[bytes, tuple[dict[str, Any], list[int]]]()
+        if not draws:
+            return [({}, lanes)]
+        for index in lanes:
+            task = draws.peek(index, self.lanes[index].episodes_begun)[1]
+            values = {} if task is None else deepcopy(dict(task.values))
+            found.setdefault(orjson.dumps(values), (values, []))[1].append(index)
+        return [*found.values()]
+
+    def _reset(self, lanes: Sequence[int], values: dict[str, Any]) -> None:
+        """Reset `lanes` with one call; the vector's first one resets all, since the others have no observation yet."""
+        episodes, arguments = self._create_episodes(lanes)
+        if self._was_reset and len(lanes) < len(self.lanes):
+            values["reset_mask"] = np.isin(range(len(self.lanes)), lanes)
+        if values:
+            arguments["options"] = values
         try:
             for episode in episodes:
                 if self.on_episode_created is not None:
                     self.on_episode_created(self.lanes[episode.env_index], episode)
             with self._limited(UserCall.RESET):
-                answer = self._env.reset(**argument, **options)
+                answer = self._env.reset(**arguments)
             observations, infos = take_reset_apart(answer)
             for _, problem in self.observations.put_rows(observations, moved(infos, len(self.lanes))):
                 raise problem
@@ -208,20 +224,19 @@ class NativeVector(NativeLanes):
             self._broken = error
             self._table.failed += [Failure(episode.env_index, error, unbegun=episode) for episode in episodes]
             return
-        self._resetting[:] = False
+        self._was_reset, self._resetting[:] = True, False
         for episode in episodes:
             self._begin(episode, told.get(episode.env_index, {}))
 
-    def _seeds_for(self, lanes: Sequence[int]) -> tuple[Sequence[int | None], dict[str, Any]]:
-        """Return the seeds for the next episodes in `lanes`, and the arguments of `reset` that pass them."""
-        if self._seeding is Seeding.NONE:
-            return [None] * len(lanes), {}
-        if self._seeding is Seeding.ONE:
-            seed = self.lanes[0].seeds.next()
-            return [seed] * len(lanes), {"seed": seed}
-        seeds = [self.lanes[i].seeds.next() for i in lanes]
-        by_lane = dict(zip(lanes, seeds, strict=True))
-        return seeds, {"seed": [by_lane.get(i) for i in range(len(self.lanes))]}
+    def _create_episodes(self, lanes: Sequence[int]) -> tuple[list[Episode], dict[str, Any]]:
+        """Return the next episodes in `lanes`, and the arguments of `reset` that pass their seeds."""
+        seed = self.lanes[0].seeds.next() if self._seeding is Seeding.ONE else None
+        draw = None if self._seeding is Seeding.EACH else lambda: seed
+        episodes = [self._table.create_episode(self.lanes[i], Episode, draw) for i in lanes]
+        if draw is None:
+            by_lane = {episode.env_index: episode.reset_seed for episode in episodes}
+            return episodes, {"seed": [by_lane.get(i) for i in range(len(self.lanes))]}
+        return episodes, {"seed": seed} if self._seeding is Seeding.ONE else {}
 
     def _begin_unseeded(self, lanes: Sequence[int], step: VectorStep) -> None:
         """Begin the episodes whose envs the vector has reset by itself."""

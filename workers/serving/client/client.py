@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Episode:
     returns: LoggedReturns | LoggedReturnsByAgent
+    task: dict[str, Any] | None
     step: int = 0
 
 
@@ -142,14 +143,18 @@ class PolicyClient(Closable):
         until = time.monotonic() + self._timeout_s
         while True:
             try:
-                self.ask(EpisodeStart, episode=episode_id, training_enabled=training_enabled)
+                answer, _ = self.ask(EpisodeStart, episode=episode_id, training_enabled=training_enabled)
                 break
             except NoFreePlaceError:
                 if time.monotonic() >= until or self._closing.wait(0.1):
                     raise
         with self._lock:
-            self._episodes[episode_id] = _Episode(no_returns(self.spaces))
+            self._episodes[episode_id] = _Episode(no_returns(self.spaces), answer.task)
         return episode_id
+
+    def task_of(self, episode_id: str) -> dict[str, Any] | None:
+        """Return the task with which the episode is to begin, as a teacher published it; None without one."""
+        return self._find(episode_id).task
 
     def get_action(self, episode_id: str, observation: Any) -> Any:
         """Return the action of the current policy, in the nesting of the action space. Arrays are read-only.
