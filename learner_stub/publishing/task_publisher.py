@@ -18,11 +18,9 @@ from headrace.learner_stub.link import connection
 from headrace.learner_stub.link.broker_link import BrokerLink, await_message
 from headrace.learner_stub.link.fleet_place import Where, address_sources, as_list, find_fleet
 from headrace.schemas.basics.bounds import Version
-from headrace.schemas.chunks.task import check_values
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
-from headrace.schemas.errors import EncodeError, refusal
-from headrace.schemas.messages import Fenced, Message, Reject, Tasks, TasksAck, TeacherHello, WeightedTask, messages_to
-from headrace.schemas.messages.task_messages import MOST_GROUP, MOST_TASKS
+from headrace.schemas.errors import refusal
+from headrace.schemas.messages import Fenced, Message, Reject, Tasks, TasksAck, TeacherHello, messages_to
 from headrace.schemas.peers.fleet_address import SAY_WAITING_S, AddressSource
 from headrace.schemas.peers.fleet_place import FleetPlace, broker_fleet_id
 
@@ -80,11 +78,9 @@ class TaskPublisher:
         Waits for a broker that is away, at most `connect_timeout_s`; some brokers may have the task after an error.
         Raises `EncodeError` for what cannot be published.
         """
-        tasks = _weighted(task)
-        if not isinstance(group, int) or not 0 <= group <= MOST_GROUP:
-            raise EncodeError(f"group = {group!r:.80} cannot be published; give an integer of 0 to {MOST_GROUP:,}")
-        self._version = self._version[0], self._version[1] + 1
-        self._ask([Tasks(version=self._version, tasks=tasks, group=group)] * len(self._links), self._version)
+        tasks = Tasks.of(task, (self._version[0], self._version[1] + 1), group)
+        self._version = tasks.version
+        self._ask([tasks] * len(self._links), self._version)
         return self._version
 
     def close(self) -> None:
@@ -131,19 +127,3 @@ def _acknowledged(link: BrokerLink) -> Iterator[Version]:
             raise refusal("fenced", message.detail)
         elif isinstance(message, Reject) and message.fatal and not link.disowns(message):
             raise refusal(message.code, message.detail)
-
-
-def _weighted(task: Any) -> list[WeightedTask]:
-    given = [task] if isinstance(task, Mapping) else task or []
-    if not isinstance(given, list | tuple) or len(given) > MOST_TASKS:
-        raise EncodeError(
-            f"publish a task such as {{'level': 3}}, at most {MOST_TASKS} of them, or None, not {given!r:.80}"
-        )
-    tasks = []
-    for item in given:
-        values, weight = item if isinstance(item, tuple) and len(item) == 2 else (item, 1.0)
-        try:
-            tasks.append(WeightedTask(values=check_values(values), weight=float(weight)))
-        except (TypeError, ValueError) as error:
-            raise EncodeError(f"a task's weight {weight!r:.80} is no number above 0 and up to 1e9") from error
-    return tasks

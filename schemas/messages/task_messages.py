@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -15,6 +16,7 @@ from headrace.schemas.messages.message_base import Message
 MOST_TASKS = 64
 """Most tasks of one distribution."""
 MOST_GROUP = 1 << 16
+_MOST_WEIGHT = 1e9
 
 
 class WeightedTask(BaseModel):
@@ -22,7 +24,7 @@ class WeightedTask(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
     values: dict[str, Any]
-    weight: float = Field(default=1.0, gt=0, le=1e9)
+    weight: float = Field(default=1.0, gt=0, le=_MOST_WEIGHT)
 
     @field_validator("values")
     @classmethod
@@ -57,6 +59,31 @@ class Tasks(Message):
     tasks: Annotated[ListOf[WeightedTask], Field(max_length=MOST_TASKS)] = []
     group: Annotated[int, Field(ge=0, le=MOST_GROUP)] = 0
     """Number of episodes that begin with the same seed and task; 0: each draws its own."""
+
+    @classmethod
+    def of(cls, task: Any, version: tuple[int, int], group: int = 0) -> Self:
+        """Return the message of a `task` and `group` as `TaskPublisher.publish` takes them. Raises `EncodeError`."""
+        given = [] if task is None else [task] if isinstance(task, Mapping) else task
+        if not isinstance(given, list | tuple) or len(given) > MOST_TASKS:
+            raise EncodeError(
+                f"publish a task such as {{'level': 3}}, at most {MOST_TASKS} of them, or None, not {given!r:.80}"
+            )
+        if not isinstance(group, int) or not 0 <= group <= MOST_GROUP:
+            raise EncodeError(f"group = {group!r:.80} cannot be published; give an integer of 0 to {MOST_GROUP:,}")
+        return cls.model_construct(version=version, tasks=list(map(_weighted, given)), group=group)
+
+
+def _weighted(item: Any) -> WeightedTask:
+    values, given = item if isinstance(item, tuple) and len(item) == 2 else (item, 1.0)
+    try:
+        weight = float(given)
+    except (TypeError, ValueError, OverflowError):
+        weight = 0.0
+    if not 0 < weight <= _MOST_WEIGHT:
+        raise EncodeError(
+            f"a task's weight {given!r:.80} cannot be published; give a number above 0 and up to {_MOST_WEIGHT:g}"
+        )
+    return WeightedTask.model_construct(values=check_values(values), weight=weight)
 
 
 class TasksAck(Message):

@@ -337,9 +337,9 @@ def nested(depth: int) -> Any:
         ({"level": nested(9)}, "at most 8 deep"),
         ({"level": "\ud800"}, "cannot be written as JSON"),
         ({"level": "x" * MOST_TASK_BYTES}, "at most 4,096 may be published"),
-        ([(LEVEL, 0)], "a task's weight 0 is no number above 0"),
-        ([(LEVEL, float("nan"))], "a task's weight nan is no number"),
-        ([(LEVEL, "much")], "a task's weight 'much' is no number"),
+        ([(LEVEL, 0)], "a task's weight 0 cannot be published"),
+        ([(LEVEL, float("nan"))], "a task's weight nan cannot be published"),
+        ([(LEVEL, "much")], "a task's weight 'much' cannot be published"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.chunks.task import groups_of, spread
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, EncodeError
 from headrace.schemas.messages import Tasks, WeightedTask
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.adapters.gym_vector_env import GymVectorEnv
@@ -245,6 +245,26 @@ def test_refusals_count_only_in_a_row() -> None:
 def test_the_same_version_again_changes_nothing() -> None:
     once = sample(runner(), told(1, 1.0, 2.0, group=2), 3, 3)
     assert brief(once) == brief(sample(runner(), told(1, 1.0, 2.0, group=2), 3, told(1, 1.0, 2.0, group=2), 3))
+
+
+def test_tasks_by_hand_are_what_publish_takes_and_each_call_has_a_version_of_its_own() -> None:
+    by_hand, by_message = runner(), runner()
+    plan: list[Any] = [{"level": 4.0}, [({"level": 1.0}, 1.0), ({"level": 2.0}, 2.0)], None]
+    messages = [told(1, 4.0), told(2, 1.0, 2.0), told(3)]
+    chunks: list[list[EpisodeChunk]] = [[], []]
+    for own, message in zip(plan, messages, strict=True):
+        by_hand.set_tasks(own)
+        by_message.set_tasks(message)
+        for kept, sampler in zip(chunks, (by_hand, by_message), strict=True):
+            kept += sampler.sample(num_episodes=6)
+    assert [row[:7] for row in brief(chunks[0])] == [row[:7] for row in brief(chunks[1])]
+    assert {chunk.task.version for chunk in chunks[0] if chunk.task} == {(0, 1), (0, 2)}
+    for wrong, group in ((3, 0), ([({"level": 1.0}, 0.0)], 0), ({"level": 1.0}, -1)):
+        with pytest.raises(EncodeError, match="publish"):
+            by_hand.set_tasks(wrong, group=group)
+    by_hand.set_tasks({"level": 3.0}, group=2)
+    assert {(c.task.version, c.task.member) for c in sample(by_hand, 4) if c.task} == {((0, 4), 0), ((0, 4), 1)}
+    by_message.stop()
 
 
 def test_a_view_has_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
