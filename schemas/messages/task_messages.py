@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.schemas.basics.bounds import ChosenName, ListOf, Token, Version
@@ -13,8 +14,9 @@ from headrace.schemas.errors import EncodeError
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages.message_base import Message
 
-MOST_TASKS = 64
-"""Most tasks of one distribution."""
+MOST_TASKS = 4096
+MOST_TASKS_BYTES = 1_000_000
+"""Most tasks of one distribution, and most bytes of them as JSON: the header of a message takes 1 MiB."""
 MOST_GROUP = 1 << 16
 _MOST_WEIGHT = 1e9
 
@@ -60,17 +62,38 @@ class Tasks(Message):
     group: Annotated[int, Field(ge=0, le=MOST_GROUP)] = 0
     """Number of episodes that begin with the same seed and task; 0: each draws its own."""
 
+    @field_validator("tasks")
     @classmethod
-    def of(cls, task: Any, version: tuple[int, int], group: int = 0) -> Self:
+    def _check(cls, tasks: list[WeightedTask]) -> list[WeightedTask]:
+        if problem := _too_large(tasks):
+            raise ValueError(problem)
+        return tasks
+
+    @classmethod
+    def of(cls, task: Any, version: tuple[int, int], group: int = 0) -> Tasks:
         """Return the message of a `task` and `group` as `TaskPublisher.publish` takes them. Raises `EncodeError`."""
         given = [] if task is None else [task] if isinstance(task, Mapping) else task
-        if not isinstance(given, list | tuple) or len(given) > MOST_TASKS:
-            raise EncodeError(
-                f"publish a task such as {{'level': 3}}, at most {MOST_TASKS} of them, or None, not {given!r:.80}"
-            )
+        if not isinstance(given, list | tuple):
+            raise EncodeError(f"publish a task such as {{'level': 3}}, a list of tasks, or None, not {given!r:.80}")
+        if len(given) > MOST_TASKS:
+            raise EncodeError(f"{len(given):,} tasks cannot be published at once; give at most {MOST_TASKS:,}")
         if not isinstance(group, int) or not 0 <= group <= MOST_GROUP:
             raise EncodeError(f"group = {group!r:.80} cannot be published; give an integer of 0 to {MOST_GROUP:,}")
-        return cls.model_construct(version=version, tasks=list(map(_weighted, given)), group=group)
+        tasks = list(map(_weighted, given))
+        if problem := _too_large(tasks):
+            raise EncodeError(problem)
+        return cls.model_construct(version=version, tasks=tasks, group=group)
+
+
+def _too_large(tasks: list[WeightedTask]) -> str:
+    """Return what is wrong with the size of these tasks; "" for nothing."""
+    size = len(orjson.dumps([vars(task) for task in tasks]))
+    if size <= MOST_TASKS_BYTES:
+        return ""
+    return (
+        f"{len(tasks):,} tasks of {size:,} bytes as JSON; at most {MOST_TASKS_BYTES:,} may be published at once: give "
+        "envs names or seeds from which they make the rest"
+    )
 
 
 def _weighted(item: Any) -> WeightedTask:

@@ -328,7 +328,9 @@ def nested(depth: int) -> Any:
     [
         (3, "publish a task such as"),
         ("level", "publish a task such as"),
-        ([LEVEL] * 65, "at most 64 of them"),
+        (np.array([1]), "publish a task such as"),
+        ([LEVEL] * 4097, "4,097 tasks cannot be published at once; give at most 4,096"),
+        ([{"level": "x" * 4000}] * 249, "249 tasks of 1,005,214 bytes as JSON; at most 1,000,000 may be published"),
         ([3], "a task is a mapping"),
         ({3: 3}, "is no printable text"),
         ({"level": float("nan")}, "is no finite number"),
@@ -359,8 +361,13 @@ def test_a_group_is_a_number_of_episodes(broker: BrokerThread, teach: StartTeach
         teach(broker.endpoints.learner).publish(LEVEL, group=group)
 
 
-def test_the_largest_publication_passes(broker: BrokerThread, teach: StartTeacher, start_feeder: StartFeeder) -> None:
+@pytest.mark.parametrize(("count", "size"), [(4096, 207), (242, MOST_TASK_BYTES - len('{"level":""}'))])
+def test_the_largest_publications_pass(
+    broker: BrokerThread, teach: StartTeacher, start_feeder: StartFeeder, tmp_path: Path, count: int, size: int
+) -> None:
+    """Of the most tasks, and of the largest: 1 MB each, beside which the header of a message has little room."""
     feeder: Feeder = start_feeder(broker.endpoints.worker)
-    task = {"level": "x" * (MOST_TASK_BYTES - len('{"level":""}'))}
-    teach(broker.endpoints.learner).publish([task] * 64)
-    wait_until(lambda: told(feeder.session) == ((1, 1), [task] * 64), "256 KiB of tasks")
+    tasks = [{"level": "x" * size}] * count
+    assert teach(broker.endpoints.learner).publish(tasks) == (1, 1)
+    wait_until(lambda: told(feeder.session) == ((1, 1), tasks), "1 MB of tasks")
+    assert kept(tmp_path) == feeder.session.tasks

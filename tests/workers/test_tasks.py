@@ -229,6 +229,13 @@ def test_a_task_that_envs_refuse_is_left_out_after_three_times(
     assert all("its task was {'level': 2.0}" in text for text in failures)
 
 
+def test_a_task_that_is_left_out_leaves_its_share_to_the_others_in_proportion() -> None:
+    sampler = runner(num_envs=8, env_config={"length": 1, "refused": 2.0}, env_restart_attempts=50)
+    levels = check(sample(sampler, told(1, 1.0, 2.0, 3.0), 120))[-500:]
+    assert len(levels) == 500
+    assert levels.count(3.0) / 500 == pytest.approx(3 / 4, abs=0.07)
+
+
 def test_refusals_count_only_in_a_row() -> None:
     class Often(Taught):
         refusals = iter([True, True, False] * 50)
