@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import threading
@@ -263,14 +264,22 @@ def test_publish_waits_for_a_broker_that_is_away_and_says_so(
 
 
 def test_a_broker_that_cannot_write_the_tasks_does_not_acknowledge_them(
-    broker: BrokerThread, teach: StartTeacher, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    broker: BrokerThread,
+    teach: StartTeacher,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """The teacher says why, as the broker's log does."""
+    monkeypatch.setattr(task_publisher, "SAY_WAITING_S", 0.5)
     teacher = teach(broker.endpoints.learner, connect_timeout_s=1.5)
     (tmp_path / "tasks.json").unlink()
     (tmp_path / "tasks.json").mkdir()
-    with pytest.raises(UnreachableError):
+    why = r"answers, but has not kept the tasks after %s s: .*tasks\.json cannot be written \(Is a directory\)"
+    with pytest.raises(UnreachableError, match=why % r"1\.5"):
         teacher.publish(LEVEL)
-    assert caplog.text.count("tasks.json cannot be written") == 1
+    assert caplog.text.count("publishers of tasks wait") == 1
+    assert re.search(why % r"\d" + r" \(waits for at most", caplog.text)
     (tmp_path / "tasks.json").rmdir()
     assert teacher.publish(LEVEL) == (1, 2)
 

@@ -130,7 +130,7 @@ def test_without_the_file_no_epoch_is_given_out_before_redis_has_answered(
     start_and_stop.stop()
     (tmp_path / "tasks.json").unlink()
     second = start()
-    with pytest.raises(UnreachableError):
+    with pytest.raises(UnreachableError, match="Redis, which may know of a newer publisher of tasks, has not answered"):
         teacher(second, 1.5)
     server.start()
     assert publish(second) == (2, 1)
