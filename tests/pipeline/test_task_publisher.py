@@ -24,7 +24,14 @@ from headrace.learner_stub.publishing import task_publisher
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.task import MOST_TASK_BYTES
 from headrace.schemas.credentials.keys import read_broker_keys, read_client_keys
-from headrace.schemas.errors import EncodeError, FencedError, KeysRefusedError, RefusedError, UnreachableError
+from headrace.schemas.errors import (
+    DecodeError,
+    EncodeError,
+    FencedError,
+    KeysRefusedError,
+    RefusedError,
+    UnreachableError,
+)
 from headrace.schemas.messages import Reject, Tasks, TasksAck, TeacherHello, read
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.runner.env_runner import EnvRunner
@@ -345,6 +352,7 @@ def nested(depth: int) -> Any:
         ({"level": float("nan")}, "is no finite number"),
         ({"level": object()}, "is no finite number"),
         ({"level": {"easy": 1}}, "only what `spread"),
+        ({"level": {"spread": [10**400, 1, "fleet", "linear"]}}, "give two numbers of at most 1e"),
         ({"level": nested(9)}, "at most 8 deep"),
         ({"level": "\ud800"}, "cannot be written as JSON"),
         ({"level": "x" * MOST_TASK_BYTES}, "at most 4,096 may be published"),
@@ -362,6 +370,12 @@ def test_what_cannot_be_published_is_refused_by_a_sentence(
         teacher.publish(task)
     assert "\n" not in str(refused.value)
     assert teacher.publish({"level": nested(8)}) == (1, 1), "nothing was sent, and no number is spent"
+
+
+def test_a_message_of_tasks_that_cannot_be_sent_on_is_refused() -> None:
+    """A number may be shorter in a peer's JSON than in ours. A broker that kept such tasks could not start."""
+    with pytest.raises(DecodeError, match=r"300 tasks of 1,0.* bytes as JSON; at most 1,000,000"):
+        read(Tasks, {"version": [1, 1], "tasks": [{"values": {"map": [1e15] * 190}}] * 300})
 
 
 @pytest.mark.parametrize("group", [-1, 1 << 17, 1.5])
