@@ -11,13 +11,16 @@ from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.source import Peer, Source
 from headrace.broker.reports.fleet_reports import FleetReports
 from headrace.broker.sessions.core import BrokerCore
-from headrace.schemas.basics.bounds import EpochOrNone
+from headrace.schemas.basics.bounds import MOST_EPOCH, EpochOrNone
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.credentials.tokens import digest_of, same_token
-from headrace.schemas.messages import Fenced, Tasks, TasksAck, TeacherHello
+from headrace.schemas.messages import Fenced, Reject, Tasks, TasksAck, TeacherHello
 
 log = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+"""Seconds between two tries to write to a file what Redis has."""
 
 
 class KeptTasks(BaseModel):
@@ -38,15 +41,17 @@ class TaskBoard(BrokerObserver):
     def __init__(self, core: BrokerCore, path: Path, reports: FleetReports) -> None:
         self._core, self._path, self._reports = core, path, reports
         self._warnings = CountedWarnings(log)
-        self._knows_redis = False
-        self._take(_parsed(read_regular(path) if path.is_file() else b"", path.name))
+        self._knows_redis, self._compare_at = False, 0.0
+        kept = _parsed(read_regular(path) if path.is_file() else b"", path.name)
+        self._take(kept, kept.model_dump_json())
         self.tick(0.0)
         core.handlers |= {TeacherHello: self._on_hello, Tasks: self._on_tasks}
 
     def tick(self, now: float) -> None:
         """Compare the tasks with those in Redis, once it has answered."""
         saved = self._reports.saved_tasks
-        if saved is not None and not self._knows_redis:
+        if saved is not None and not self._knows_redis and now >= self._compare_at:
+            self._compare_at = now + _RETRY_S
             newest = max(self._kept, _parsed(saved, "Redis"), key=lambda kept: (kept.epoch, kept.tasks.version))
             self._knows_redis = not newest.epoch or self._keep(newest)
 
@@ -61,9 +66,10 @@ class TaskBoard(BrokerObserver):
         if not core.workers.same_fleet(peer, hello.fleet_id or core.workers.fleet_id):
             return
         if not (kept.epoch or self._knows_redis):
-            return  # Redis may have a higher epoch; the teacher asks again
+            self._delay(peer, "Redis, which may know of a newer publisher of tasks, has not answered yet")
+            return
         epoch = 1 + max([kept.epoch, *((source.figures.beat.tasks or (0, 0))[0] for source in core.live())])
-        if same_token(kept.teacher, own) or self._keep(KeptTasks(epoch=epoch, teacher=own, tasks=kept.tasks)):
+        if same_token(kept.teacher, own) or self._keep(KeptTasks(epoch=epoch, teacher=own, tasks=kept.tasks), peer):
             core.outbox.send(peer, TasksAck(version=(self._kept.epoch, 0)))
 
     def _on_tasks(self, peer: Peer, told: Tasks, now: float) -> None:
@@ -72,29 +78,39 @@ class TaskBoard(BrokerObserver):
         if told.version[0] < kept.epoch:
             detail = f"a newer publisher of tasks (epoch {kept.epoch}) has taken over; this one must stop"
             outbox.send(peer, Fenced(detail=detail))
-        elif not is_newer or self._keep(KeptTasks(epoch=told.version[0], teacher=kept.teacher, tasks=told)):
+        elif not is_newer or self._keep(KeptTasks(epoch=told.version[0], teacher=kept.teacher, tasks=told), peer):
             for source in self._core.live() if is_newer else ():
                 outbox.send(source.peer, self._frames)
             outbox.send(peer, TasksAck(version=self._kept.tasks.version))
 
-    def _keep(self, kept: KeptTasks) -> bool:
-        """Write this to the file, and have Redis get it. Return whether the file has it."""
+    def _keep(self, kept: KeptTasks, peer: Peer | None = None) -> bool:
+        """Write this to the file, and have Redis get it. Return whether the file has it; if not, tell `peer` why."""
+        text = kept.model_dump_json()
         try:
-            replace_private(self._path, kept.model_dump_json().encode())
+            replace_private(self._path, text.encode())
         except OSError as error:
-            self._warnings.warn(b"", "file", f"{self._path} cannot be written ({error}): publishers of tasks wait")
+            problem = f"{self._path} cannot be written ({error.strerror or error})"
+            self._warnings.warn(b"", "file", f"{problem}: publishers of tasks wait")
+            self._delay(peer, problem)
             return False
-        self._take(kept)
+        self._take(kept, text)
         return True
 
-    def _take(self, kept: KeptTasks) -> None:
+    def _take(self, kept: KeptTasks, text: str) -> None:
         self._kept, self._frames = kept, kept.tasks.frames()
-        self._reports.tasks = {"newest": kept.model_dump_json()} if kept.epoch else {}
+        self._reports.tasks = {"newest": text} if kept.epoch else {}
+
+    def _delay(self, peer: Peer | None, problem: str) -> None:
+        """Tell a teacher, which asks again, why it gets no acknowledgement yet."""
+        self._core.outbox.send(peer, Reject(code="later", detail=problem, fatal=False))
 
 
 def _parsed(text: bytes, where: str) -> KeptTasks:
     try:
-        return KeptTasks.model_validate_json(text or b"{}")
+        kept = KeptTasks.model_validate_json(text or b"{}")
+        if kept.tasks.version[0] <= kept.epoch <= MOST_EPOCH // 2:  # as `check_books` has it
+            return kept
+        raise ValueError(f"epoch {kept.epoch}")
     except ValueError as error:
         log.error("the tasks in %s are damaged (%s), and are left out", where, type(error).__name__)
         return KeptTasks()

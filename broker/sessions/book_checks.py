@@ -9,7 +9,7 @@ from __future__ import annotations
 from headrace.schemas.accounts.ledger import Count, Settled, WorkerTotals, plus, total_of
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES, WINDOW
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.messages import Heartbeat, LastWords, LearnerHello, Message, Skip, WorkerHello
+from headrace.schemas.messages import Heartbeat, LastWords, LearnerHello, Message, Skip, Tasks, WorkerHello
 
 
 def check_books(message: Message) -> None:
@@ -24,7 +24,10 @@ def check_books(message: Message) -> None:
             _check_room("learner epoch", message.epoch, MOST_EPOCH)
         case Heartbeat():
             _check_room("learner epoch", message.weights[0], MOST_EPOCH)
+            _check_room("epoch of tasks", (message.tasks or (0, 0))[0], MOST_EPOCH)
             _check_totals(message.totals)
+        case Tasks():
+            _check_room("epoch of tasks", message.version[0], MOST_EPOCH)
         case Skip():
             check_books_of_batch(message.batch.seq, message.totals)
         case LastWords():

@@ -46,6 +46,7 @@ from headrace.schemas.messages import (
     Reject,
     Skip,
     SupervisorHello,
+    Tasks,
     WorkerHello,
 )
 
@@ -123,7 +124,7 @@ class BrokerCore:
     def _refuse(self, peer: Peer, message: Message, error: DecodeError) -> None:
         """Count and log a message that is wrong, and reject it if its sender waits for an answer."""
         self.refusals.note(self.name_of(peer), f"{error.reason} {type(message).__name__}", error.detail)
-        if isinstance(message, WorkerHello | LearnerHello | SupervisorHello):
+        if isinstance(message, WorkerHello | LearnerHello | SupervisorHello | Tasks):
             self.outbox.reject(peer, error.reason, error.detail)
         elif isinstance(message, Obituary | Bye):
             self.outbox.send(peer, Reject(code=error.reason, detail=error.detail, fatal=False))

@@ -9,6 +9,7 @@ with TaskPublisher.of("runs/mine") as teacher:
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +20,10 @@ from headrace.learner_stub.link.broker_link import BrokerLink, await_message
 from headrace.learner_stub.link.fleet_place import Where, address_sources, as_list, find_fleet
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.closable import Closable
-from headrace.schemas.basics.printable import brief
 from headrace.schemas.basics.stop_event import interrupt_held
-from headrace.schemas.chunks.task import check_values
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
-from headrace.schemas.errors import EncodeError, refusal
-from headrace.schemas.messages import Fenced, Message, Reject, Tasks, TasksAck, TeacherHello, WeightedTask, messages_to
-from headrace.schemas.messages.task_messages import MOST_GROUP, MOST_TASKS
+from headrace.schemas.errors import HeadraceError, UnreachableError, refusal
+from headrace.schemas.messages import Fenced, Message, Reject, Tasks, TasksAck, TeacherHello, messages_to
 from headrace.schemas.peers.fleet_address import SAY_WAITING_S, AddressSource
 from headrace.schemas.peers.fleet_place import FleetPlace, broker_fleet_id
 
@@ -33,6 +31,7 @@ log = logging.getLogger("headrace.learner")
 
 _CONTROL = messages_to("teacher")
 _RETRY_S = 1.0
+_LATELY_S = 3 * _RETRY_S
 
 
 class TaskPublisher(Closable):
@@ -83,12 +82,10 @@ class TaskPublisher(Closable):
         Waits for a broker that is away, at most `connect_timeout_s`; some brokers may have the task after an error.
         Raises `EncodeError` for what cannot be published.
         """
-        tasks = _weighted(task)
-        if not isinstance(group, int) or not 0 <= group <= MOST_GROUP:
-            raise EncodeError(f"group = {brief(group)} cannot be published; give an integer of 0 to {MOST_GROUP:,}")
+        tasks = Tasks.of(task, (self._version[0], self._version[1] + 1), group)
         with interrupt_held():
-            self._version = self._version[0], self._version[1] + 1
-            self._ask([Tasks(version=self._version, tasks=tasks, group=group)] * len(self._links), self._version)
+            self._version = tasks.version
+            self._ask([tasks] * len(self._links), self._version)
         return self._version
 
     def close(self) -> None:
@@ -99,49 +96,52 @@ class TaskPublisher(Closable):
     def _ask(self, messages: Sequence[Message], wanted: Version) -> list[Version]:
         """Send each broker its message until it has acknowledged `wanted`. Return what each has."""
         had: dict[BrokerLink, Version] = {}
+        delays: dict[BrokerLink, tuple[float, str]] = {}
+        """The time and the reason of the newest answer that is no acknowledgement."""
         due = dict.fromkeys(self._links, 0.0)
         began = now = connection.now()
         say_at = began + SAY_WAITING_S
         while waiting := [link for link in self._links if link not in had]:
             if now > began + self._timeout_s:
-                raise waiting[0].why_silent(self._timeout_s)
+                raise _why(waiting[0], self._timeout_s, now, delays)
             for link in waiting:
                 if now > say_at:
-                    log.warning("%s (waits for at most %.0f s)", link.why_silent(round(now - began)), self._timeout_s)
+                    why = _why(link, round(now - began), now, delays)
+                    log.warning("%s (waits for at most %.0f s)", why, self._timeout_s)
                 if (now > began + _RETRY_S and link.follow(False, now)) or now >= due[link]:
                     due[link] = now + _RETRY_S if link.send(messages[link.number].frames()) else 0.0
             say_at += SAY_WAITING_S if now > say_at else 0.0
             await_message(waiting, 0.05)
             now = connection.now()
             for link in waiting:
-                if (version := max(_acknowledged(link), default=(0, 0))) >= wanted:
-                    had[link] = version
+                for answer in _answers(link):
                     link.follow(True, now)
+                    if isinstance(answer, str):
+                        delays[link] = now, answer
+                    elif answer >= wanted:
+                        had[link] = answer
         return list(had.values())
 
 
-def _acknowledged(link: BrokerLink) -> Iterator[Version]:
-    """Yield the versions that a broker says it has. Raises its refusal."""
+def _why(
+    link: BrokerLink, waited_s: float, now: float, delays: Mapping[BrokerLink, tuple[float, str]]
+) -> HeadraceError:
+    """Return the error for a broker that has not acknowledged: it is silent, or has lately said why."""
+    at, why = delays.get(link, (-math.inf, ""))
+    if now > at + _LATELY_S:
+        return link.why_silent(waited_s)
+    sentence = f"the broker at {link.name} answers, but has not kept the tasks after {waited_s:g} s: {why}"
+    return UnreachableError("broker", link.name, waited_s, sentence=sentence)
+
+
+def _answers(link: BrokerLink) -> Iterator[Version | str]:
+    """Yield the versions that a broker says it has, and why it has no newer one yet. Raises its refusal."""
     for message in link.messages(_CONTROL):
         if isinstance(message, TasksAck):
             yield message.version
         elif isinstance(message, Fenced):
             raise refusal("fenced", message.detail)
-        elif isinstance(message, Reject) and message.fatal and not link.disowns(message):
+        elif isinstance(message, Reject) and not message.fatal:
+            yield message.detail
+        elif isinstance(message, Reject) and not link.disowns(message):
             raise refusal(message.code, message.detail)
-
-
-def _weighted(task: Any) -> list[WeightedTask]:
-    given = [task] if isinstance(task, Mapping) else task or []
-    if not isinstance(given, list | tuple) or len(given) > MOST_TASKS:
-        raise EncodeError(
-            f"publish a task such as {{'level': 3}}, at most {MOST_TASKS} of them, or None, not {brief(given)}"
-        )
-    tasks = []
-    for item in given:
-        values, weight = item if isinstance(item, tuple) and len(item) == 2 else (item, 1.0)
-        try:
-            tasks.append(WeightedTask(values=check_values(values), weight=float(weight)))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise EncodeError(f"a task's weight {brief(weight)} is no number above 0 and up to 1e9") from error
-    return tasks

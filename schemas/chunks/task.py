@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 MOST_TASK_BYTES = 4096
 """Most bytes of one task as JSON."""
 MOST_DEPTH = 8
-_LARGEST = sys.float_info.max
+_MOST_SPREAD = 1e300  # their difference is finite
 
 SPREAD = "spread"
 """The key of a rule in the place of a value; see `spread`."""
@@ -106,11 +105,11 @@ def spread(first: float, last: float, *, over: Over = "fleet", scale: Scale = "l
     are counted over: all envs of the fleet, the workers, or the envs of each worker. `spread(0.4, 0.4**8, scale="log")`
     gives env i of n the epsilon 0.4 ** (1 + 7 * i / (n - 1)) of Ape-X (https://arxiv.org/abs/1803.00933).
 
-    Raises `EncodeError` for numbers that are not finite, and for a "log" scale unless both are positive.
+    Raises `EncodeError` for numbers beyond 1e300, and for a "log" scale unless both are positive.
     """
     ends = (first, last)
-    if not all(isinstance(end, int | float) and abs(end) <= _LARGEST for end in ends):
-        raise EncodeError(f"spread({brief(first)}, {brief(last)}): give two finite numbers")
+    if not all(isinstance(end, int | float) and abs(end) <= _MOST_SPREAD for end in ends):
+        raise EncodeError(f"spread({brief(first)}, {brief(last)}): give two numbers of at most {_MOST_SPREAD:g}")
     if scale == "log" and min(ends) <= 0:
         raise EncodeError(f"spread({first!r}, {last!r}, scale='log'): both must be above 0")
     if over not in ("fleet", "workers", "envs") or scale not in ("linear", "log"):

@@ -13,16 +13,22 @@ import numpy as np
 import orjson
 import pytest
 
+from headrace.deploy.annexes.policies.commands import evaluate
 from headrace.deploy.annexes.policies.episode_video import EpisodeVideo
 from headrace.deploy.annexes.policies.evaluation import Evaluation, PlaySettings, in_words
+from headrace.deploy.run.options import Asked
+from headrace.schemas.chunks.task import spread
 from headrace.schemas.errors import ConfigError, EnvError, ExitCode
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
 from headrace.workers import MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.config import runner_config
 from support.envs.counting import Counting
+from support.envs.tasked import Optioned, Taught
 from support.fleets.saved_runs import TWO_CARTS, save_run, save_run_of_two
 from support.waiting import TIMEOUT_S, wait_until
+
+NO_RESTART = {"restart_failed_sub_environments": False}
 
 
 def config_of(env: str, **sampling: Any) -> FleetConfig:
@@ -91,6 +97,79 @@ def test_agents_and_policies_have_their_own_returns(tmp_path: Path) -> None:
     assert sum(means.values()) == pytest.approx(told["return"]["mean"])
     words = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S).stdout
     assert f"return of policy long   mean {means['long']:.4g}" in words
+
+
+class Rewarding(Optioned):
+    """Gives the level of its task as the reward of each step."""
+
+    def step(self, action: Any) -> Any:
+        seen, _, *end = super().step(action)
+        return seen, self._level, *end
+
+
+class RewardingTaught(Taught, Rewarding):
+    """Gets its task by `set_task`."""
+
+
+@pytest.mark.parametrize("env", [Rewarding, RewardingTaught])
+@pytest.mark.parametrize("placement", ["inline", pytest.param("process", marks=pytest.mark.processes)])
+def test_the_envs_get_the_task_at_each_reset_as_those_of_workers_do(env: Any, placement: str) -> None:
+    config = config_of(f"{__name__}:{env.__name__}", env_placement=placement)
+    weights, never = weights_of(config), threading.Event()
+    tasks: list[Any] = [None, {"level": 3}, {"level": spread(4.0, 8.0, over="envs")}]
+    with Evaluation(config, PlaySettings(episodes=4)) as evaluation:
+        scores = [evaluation.play(weights, (1, 1), never, task) for task in tasks]
+    returns = [sorted(own.returns) for own in scores]
+    assert returns == [[-6, -6, -5, -5], [15, 15, 18, 18], [20, 20, 48, 48]], "5 steps in env 0, 6 in env 1"
+
+
+@pytest.mark.parametrize("env", ["Optioned", "Pair"])
+def test_a_task_that_the_env_refuses_ends_the_evaluation_and_is_named(env: str) -> None:
+    agents = {"policies": {"one": {}}} if env == "Pair" else {}
+    config = config_of(f"support.envs.tasked:{env}", env_config={"refused": 2}, **agents)
+    weights, never = weights_of(config), threading.Event()
+    with Evaluation(config, PlaySettings(episodes=2)) as evaluation:
+        with pytest.raises(EnvError, match=r"refuses the task \{'level': 2\}: .*ValueError: too hard"):
+            evaluation.play(weights, (1, 1), never, {"level": 2})
+        assert evaluation.play(weights, (1, 1), never, {"level": 1}).complete
+    config = config_of(f"support.envs.tasked:{env}", env_config={"refused": 2}, **agents, **NO_RESTART)
+    with Evaluation(config, PlaySettings(episodes=2)) as evaluation, pytest.raises(ValueError, match="hard") as refused:
+        evaluation.play(weights, (1, 1), never, {"level": 2})
+    assert refused.value.__notes__ == ["its task was {'level': 2}"]
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("level=3", "--task: 'level=3' is no task as JSON: unexpected character"),
+        ("3", "--task: '3' is no task as JSON: a task is a mapping"),
+        ('{"level": {"easy": 1}}', "only what `spread"),
+        ('{"level": "%s"}' % ("x" * 5000), "a task of 5,012 bytes as JSON; at most 4,096"),
+    ],
+    ids=["no JSON", "a number", "a mapping in it", "too large"],
+)
+def test_what_is_no_task_is_refused_by_a_sentence_before_anything_is_read(task: str, said: str) -> None:
+    options: Any = {"run": "nowhere", "explore": False, "as_json": True}
+    with pytest.raises(ConfigError) as refused:
+        evaluate(Asked(), task=[task], **options)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ConfigError, match="--task: is not for --watch"):
+        evaluate(Asked(), task=["{}"], watch=True, **options)
+
+
+def test_the_command_gives_a_result_for_each_task(tmp_path: Path) -> None:
+    """CartPole draws its first state between `low` and `high`: far out it falls at once."""
+    save_run(tmp_path)
+    tasks = [{"low": -0.01, "high": 0.01}, {"low": 0.2, "high": 0.205}]
+    given = [part for task in tasks for part in ("--task", orjson.dumps(task).decode())]
+    command = [sys.executable, "-m", "headrace.deploy", "evaluate", str(tmp_path), "--episodes", "4", *given]
+    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stderr
+    told = [orjson.loads(line) for line in ended.stdout.splitlines()]
+    assert [own["task"] for own in told] == tasks
+    assert told[0]["return"]["mean"] > 2 * told[1]["return"]["mean"]
+    assert in_words(told[0]).startswith('task {"low":-0.01,"high":0.01}\nreturn  mean')
 
 
 def test_evaluation_refuses_envs_that_clients_drive_with_advice() -> None:

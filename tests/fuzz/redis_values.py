@@ -18,6 +18,7 @@ import orjson
 import redis
 from fuzz.mutations import Mutator, as_json
 from fuzz.run_files import ROW
+from fuzz.teacher import KEPT
 from rich.console import Console
 
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
@@ -86,6 +87,7 @@ def honest_hashes() -> dict[str, Hash]:
         "metrics": {"score": as_json(golden_samples.sample_model(LoggedMetric).model_dump())},
         "metric_sums": {"3": as_json(golden_samples.sample_model(SumsOfLife).model_dump())},
         "policies": {"default_policy": returns},
+        "tasks": {"newest": as_json(KEPT.model_dump())},
     }
 
 

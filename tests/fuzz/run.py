@@ -6,6 +6,7 @@ target and its seed, which go into `corpus.json`; `python tests/fuzz/run.py 0 TA
     broker      the broker's core, beside honest peers (tests/simulation/fuzz.py)
     learner     a learner's stream, from a broker that lies
     worker      a worker's session and weights, from a broker that lies
+    teacher     a publisher of tasks, from a broker that lies, and a broker's tasks, from teachers that lie
     env-port    a worker's port for env hosts, from hosts that lie beside an honest one
     env-host    an env host, from a worker that lies
     serving     policy servers of one agent and of several, from clients by ZeroMQ and by HTTP
@@ -62,6 +63,7 @@ TARGETS: dict[str, Callable[[], AbstractContextManager[Play]]] = {
     "broker": _broker,
     "learner": _in("fuzz.learner", "learner"),
     "worker": _in("fuzz.worker", "worker"),
+    "teacher": _in("fuzz.teacher", "teacher"),
     "env-port": _in("fuzz.env_port", "env_port"),
     "env-host": _in("fuzz.env_host", "env_host"),
     "serving": _in("fuzz.serving", "serving"),

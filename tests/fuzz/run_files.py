@@ -18,6 +18,7 @@ import numpy as np
 import orjson
 import xxhash
 from fuzz.mutations import Mutator, as_json
+from fuzz.teacher import KEPT, open_board, teach
 
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
 from headrace.broker.files.books_file import BooksFile, EndedLives
@@ -109,6 +110,7 @@ class RunFiles:
         lifetime = LifetimeFile(self.folder, FLEET)
         lifetime.add_ended(EndedLives(folded={3: folded}, rows=[row], counters=[{}]))
         lifetime.write({3: {"num_episodes_lifetime": 7}}, sums, {failures.fingerprint: failures.model_dump()})
+        self._put("tasks.json", KEPT.model_dump_json().encode())
         fleet = FleetFile(fleet_id=FLEET, state="running", supervisor_pid=os.getpid(), started=1.0, env_steps=9)
         self.fleet = fleet.model_dump() | {
             "best_return": 1.5,
@@ -147,6 +149,9 @@ class RunFiles:
 
     def _json(self, name: str, value: Any, mutator: Mutator) -> None:
         self._put(name, mutator.text(value))
+
+    def _tasks_in_redis(self, mutator: Mutator) -> None:
+        self._saved_tasks = mutator.text(as_json(KEPT.model_dump()))
 
     def _lines(self, name: str, value: Any, mutator: Mutator) -> None:
         lines = [mutator.text(value), orjson.dumps(value), mutator.text(value)]
@@ -242,6 +247,11 @@ class RunFiles:
             evaluation_row(told, None, 0.0)
         log.append(EVALUATION)
 
+    def _read_tasks(self) -> None:
+        """A broker starts with them, and the next teacher gets through."""
+        core, _ = open_board(self.folder / "tasks.json", self._saved_tasks)
+        teach(core, "honest")
+
     def _read_rows(self) -> None:
         jsonl = JsonlFile(self.folder / "metrics.jsonl")
         jsonl.append([METRIC])
@@ -277,11 +287,14 @@ class RunFiles:
         yield "checkpoint", self._checkpoint, self._read_checkpoint
         yield "checkpoint", partial(self._bytes_of, CHECKPOINT_FILE), self._read_checkpoint
         yield "evaluations.jsonl", partial(self._lines, "evaluations.jsonl", EVALUATION), self._read_evaluations
+        yield "tasks.json", partial(self._json, "tasks.json", as_json(KEPT.model_dump())), self._read_tasks
+        yield "tasks in Redis", self._tasks_in_redis, self._read_tasks
         yield "metrics.jsonl", partial(self._lines, "metrics.jsonl", METRIC), self._read_rows
         yield "exit record", partial(self._json, "exit", exit_record), self._read_exit
 
     def mend(self) -> None:
         """Put the honest files back."""
+        self._saved_tasks = b""
         for name, content in self.honest.items():
             (self.folder / name).write_bytes(content)
         for name, value in (("fleet.json", self.fleet), ("settings.json", self.settings)):

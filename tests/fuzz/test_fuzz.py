@@ -36,7 +36,7 @@ from support.serving.served import Served
 
 SCHEDULES = {
     **{"broker": 1, "learner": 2, "worker": 2, "env-port": 1, "env-host": 1, "serving": 12, "files": 4, "redis": 4},
-    **{"raw": 6, "fleet": 2, "keyed-fleet": 2},
+    **{"teacher": 2, "raw": 6, "fleet": 2, "keyed-fleet": 2},
 }
 """About a second each; a whole fleet takes half a minute. Their number is fixed: a fast machine plays no others.
 

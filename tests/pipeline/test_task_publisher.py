@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import threading
@@ -23,7 +24,14 @@ from headrace.learner_stub.publishing import task_publisher
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.task import MOST_TASK_BYTES
 from headrace.schemas.credentials.keys import read_broker_keys, read_client_keys
-from headrace.schemas.errors import EncodeError, FencedError, KeysRefusedError, RefusedError, UnreachableError
+from headrace.schemas.errors import (
+    DecodeError,
+    EncodeError,
+    FencedError,
+    KeysRefusedError,
+    RefusedError,
+    UnreachableError,
+)
 from headrace.schemas.messages import Reject, Tasks, TasksAck, TeacherHello, read
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.runner.env_runner import EnvRunner
@@ -279,14 +287,22 @@ def test_publish_waits_for_a_broker_that_is_away_and_says_so(
 
 
 def test_a_broker_that_cannot_write_the_tasks_does_not_acknowledge_them(
-    broker: BrokerThread, teach: StartTeacher, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    broker: BrokerThread,
+    teach: StartTeacher,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """The teacher says why, as the broker's log does."""
+    monkeypatch.setattr(task_publisher, "SAY_WAITING_S", 0.5)
     teacher = teach(broker.endpoints.learner, connect_timeout_s=1.5)
     (tmp_path / "tasks.json").unlink()
     (tmp_path / "tasks.json").mkdir()
-    with pytest.raises(UnreachableError):
+    why = r"answers, but has not kept the tasks after %s s: .*tasks\.json cannot be written \(Is a directory\)"
+    with pytest.raises(UnreachableError, match=why % r"1\.5"):
         teacher.publish(LEVEL)
-    assert caplog.text.count("tasks.json cannot be written") == 1
+    assert caplog.text.count("publishers of tasks wait") == 1
+    assert re.search(why % r"\d" + r" \(waits for at most", caplog.text)
     (tmp_path / "tasks.json").rmdir()
     assert teacher.publish(LEVEL) == (1, 2)
 
@@ -344,21 +360,24 @@ def nested(depth: int) -> Any:
     [
         (3, "publish a task such as"),
         ("level", "publish a task such as"),
-        ([LEVEL] * 65, "at most 64 of them"),
+        (np.array([1]), "publish a task such as"),
+        ([LEVEL] * 4097, "4,097 tasks cannot be published at once; give at most 4,096"),
+        ([{"level": "x" * 4000}] * 249, "249 tasks of 1,005,214 bytes as JSON; at most 1,000,000 may be published"),
         ([3], "a task is a mapping"),
         ({3: 3}, "is no printable text"),
         ({"level": float("nan")}, "is no finite number"),
         ({"level": object()}, "is no finite number"),
         ({"level": {"easy": 1}}, "only what `spread"),
+        ({"level": {"spread": [10**400, 1, "fleet", "linear"]}}, "give two numbers of at most 1e"),
         ({"level": nested(9)}, "at most 8 deep"),
         ({"level": "\ud800"}, "cannot be written as JSON"),
         ({"level": "x" * MOST_TASK_BYTES}, "at most 4,096 may be published"),
-        ([(LEVEL, 0)], "a task's weight 0 is no number above 0"),
-        ([(LEVEL, float("nan"))], "a task's weight nan is no number"),
-        ([(LEVEL, "much")], "a task's weight 'much' is no number"),
+        ([(LEVEL, 0)], "a task's weight 0 cannot be published"),
+        ([(LEVEL, float("nan"))], "a task's weight nan cannot be published"),
+        ([(LEVEL, "much")], "a task's weight 'much' cannot be published"),
         ([(LEVEL, 10**5000)], "a task's weight a int"),
         ({"level": 10**5000}, "is no finite number"),
-        ({"level": {"spread": [10**5000, 1, "fleet", "linear"]}}, "give two finite numbers"),
+        ({"level": {"spread": [10**5000, 1, "fleet", "linear"]}}, "give two numbers"),
         ([10**5000], "a task is a mapping"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
@@ -373,14 +392,25 @@ def test_what_cannot_be_published_is_refused_by_a_sentence(
     assert teacher.publish({"level": nested(8)}) == (1, 1), "nothing was sent, and no number is spent"
 
 
+def test_a_message_of_tasks_that_cannot_be_sent_on_is_refused() -> None:
+    """A number may be shorter in a peer's JSON than in ours. A broker that kept such tasks could not start."""
+    with pytest.raises(DecodeError, match=r"300 tasks of 1,0.* bytes as JSON; at most 1,000,000"):
+        read(Tasks, {"version": [1, 1], "tasks": [{"values": {"map": [1e15] * 190}}] * 300})
+
+
 @pytest.mark.parametrize("group", [-1, 1 << 17, 1.5])
 def test_a_group_is_a_number_of_episodes(broker: BrokerThread, teach: StartTeacher, group: Any) -> None:
     with pytest.raises(EncodeError, match="give an integer of 0 to 65,536"):
         teach(broker.endpoints.learner).publish(LEVEL, group=group)
 
 
-def test_the_largest_publication_passes(broker: BrokerThread, teach: StartTeacher, start_feeder: StartFeeder) -> None:
+@pytest.mark.parametrize(("count", "size"), [(4096, 207), (242, MOST_TASK_BYTES - len('{"level":""}'))])
+def test_the_largest_publications_pass(
+    broker: BrokerThread, teach: StartTeacher, start_feeder: StartFeeder, tmp_path: Path, count: int, size: int
+) -> None:
+    """Of the most tasks, and of the largest: 1 MB each, beside which the header of a message has little room."""
     feeder: Feeder = start_feeder(broker.endpoints.worker)
-    task = {"level": "x" * (MOST_TASK_BYTES - len('{"level":""}'))}
-    teach(broker.endpoints.learner).publish([task] * 64)
-    wait_until(lambda: told(feeder.session) == ((1, 1), [task] * 64), "256 KiB of tasks")
+    tasks = [{"level": "x" * size}] * count
+    assert teach(broker.endpoints.learner).publish(tasks) == (1, 1)
+    wait_until(lambda: told(feeder.session) == ((1, 1), tasks), "1 MB of tasks")
+    assert kept(tmp_path) == feeder.session.tasks

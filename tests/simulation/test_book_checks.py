@@ -26,6 +26,7 @@ from headrace.schemas.messages import (
     Skip,
     SourcePosition,
     SupervisorHello,
+    Tasks,
     WorkerHello,
     WorkerWelcome,
 )
@@ -128,6 +129,8 @@ WRONG: dict[str, tuple[bytes, Message, str]] = {
     "the end of the last incarnation": (SUPERVISOR, obituary(0, incarnation=MOST_LIVES), "later ones need room"),
     "the last epoch": (b"l2", LearnerHello(token="x", channel="stream", epoch=MOST_EPOCH), "later ones need room"),
     "weights of the last epoch": (WORKER, beat(weights=(MOST_EPOCH, 1)), "later ones need room"),
+    "tasks of the last epoch": (b"t", Tasks(version=(MOST_EPOCH, 1)), "later ones need room"),
+    "tasks of the last epoch in use": (WORKER, beat(tasks=(MOST_EPOCH, 1)), "later ones need room"),
     "a skip with the totals of another batch": (
         WORKER,
         Skip(slot=0, incarnation=1, batch=window(4, 4)[0], reason="poison", totals=totals(5)),

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.chunks.task import groups_of, spread
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, EncodeError
 from headrace.schemas.messages import Tasks, WeightedTask
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.adapters.gym_vector_env import GymVectorEnv
@@ -259,6 +259,13 @@ def test_a_task_that_envs_refuse_is_left_out_after_three_times(
     assert all("its task was {'level': 2.0}" in text for text in failures)
 
 
+def test_a_task_that_is_left_out_leaves_its_share_to_the_others_in_proportion() -> None:
+    sampler = runner(num_envs=8, env_config={"length": 1, "refused": 2.0}, env_restart_attempts=50)
+    levels = check(sample(sampler, told(1, 1.0, 2.0, 3.0), 120))[-500:]
+    assert len(levels) == 500
+    assert levels.count(3.0) / 500 == pytest.approx(3 / 4, abs=0.07)
+
+
 def test_refusals_count_only_in_a_row() -> None:
     class Often(Taught):
         refusals = iter([True, True, False] * 50)
@@ -275,6 +282,26 @@ def test_refusals_count_only_in_a_row() -> None:
 def test_the_same_version_again_changes_nothing() -> None:
     once = sample(runner(), told(1, 1.0, 2.0, group=2), 3, 3)
     assert brief(once) == brief(sample(runner(), told(1, 1.0, 2.0, group=2), 3, told(1, 1.0, 2.0, group=2), 3))
+
+
+def test_tasks_by_hand_are_what_publish_takes_and_each_call_has_a_version_of_its_own() -> None:
+    by_hand, by_message = runner(), runner()
+    plan: list[Any] = [{"level": 4.0}, [({"level": 1.0}, 1.0), ({"level": 2.0}, 2.0)], None]
+    messages = [told(1, 4.0), told(2, 1.0, 2.0), told(3)]
+    chunks: list[list[EpisodeChunk]] = [[], []]
+    for own, message in zip(plan, messages, strict=True):
+        by_hand.set_tasks(own)
+        by_message.set_tasks(message)
+        for kept, sampler in zip(chunks, (by_hand, by_message), strict=True):
+            kept += sampler.sample(num_episodes=6)
+    assert [row[:7] for row in brief(chunks[0])] == [row[:7] for row in brief(chunks[1])]
+    assert {chunk.task.version for chunk in chunks[0] if chunk.task} == {(0, 1), (0, 2)}
+    for wrong, group in ((3, 0), ([({"level": 1.0}, 0.0)], 0), ({"level": 1.0}, -1)):
+        with pytest.raises(EncodeError, match="publish"):
+            by_hand.set_tasks(wrong, group=group)
+    by_hand.set_tasks({"level": 3.0}, group=2)
+    assert {(c.task.version, c.task.member) for c in sample(by_hand, 4) if c.task} == {((0, 4), 0), ((0, 4), 1)}
+    by_message.stop()
 
 
 def test_a_view_has_the_task(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,8 @@ def _is_mended_at_once(
         table.totals.newest_env_failure = failure.in_words()
         lane.failures += 1
     if not table.config.restart_failed_sub_environments:
+        if failure.hint:
+            failure.error.add_note(failure.hint)
         raise failure.error
     wait = 0.0
     if failure.is_of_host:

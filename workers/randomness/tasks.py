@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -62,6 +62,13 @@ class TaskDraws:
         """Lane -> number and opening of its next episode, once it was asked for."""
         self._left_out: set[int] = set()
         self._refusals: dict[int, int] = {}
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Note which tasks may be drawn, and the sums of their weights: of thousands, a draw has no time for that."""
+        tasks, group = (self._told.tasks, self._told.group) if self._told is not None else ([], 0)
+        self._choices = [index for index in range(len(tasks)) if group or index not in self._left_out]
+        self._sums = np.cumsum([tasks[index].weight for index in self._choices])
 
     def peek(self, lane: int, number: int) -> Opening:
         """Return how episode `number` of the lane, its next one, begins. Drivers of external episodes call it too."""
@@ -76,13 +83,12 @@ class TaskDraws:
         """Return an opening. A group's episode whose task is left out here has none: the member is missing."""
         if told.group:
             return self._draw_in_group(told, lane, number)
-        choices = [index for index in range(len(told.tasks)) if index not in self._left_out]
-        if not choices:
+        if not self._choices:
             return None, None, -1
-        index = choices[0]
-        if len(choices) > 1:  # a stream takes 20 us
+        index = self._choices[0]
+        if len(self._choices) > 1:  # a stream takes 20 us
             key = (self._worker, self._incarnation, lane, _TASK_STREAM, number)
-            index = _pick(told, choices, np.random.SeedSequence(self._entropy, spawn_key=key))
+            index = self._pick(np.random.SeedSequence(self._entropy, spawn_key=key))
         place = Place(self._worker, self._workers, lane, self._width)
         return None, Task(told.version, values_at(told.tasks[index].values, place)), index
 
@@ -96,10 +102,15 @@ class TaskDraws:
         group += lap * _LAP
         root = np.random.SeedSequence([*told.version, group])
         seed = int(np.random.default_rng(root).integers(0, self._most_seed, dtype=np.int64, endpoint=True))
-        index = _pick(told, range(len(told.tasks)), root.spawn(1)[0])
+        index = self._pick(root.spawn(1)[0])
         if index in self._left_out:
             return seed, None, -1
         return seed, Task(told.version, values_at(told.tasks[index].values, place), group, member), index
+
+    def _pick(self, root: np.random.SeedSequence) -> int:
+        """Return the index of a task, drawn by the weights."""
+        at = int(np.searchsorted(self._sums, np.random.default_rng(root).random() * self._sums[-1], side="right"))
+        return self._choices[min(at, len(self._choices) - 1)]
 
     def note_begun(self, lanes: Iterable[int]) -> None:
         """Note that the newest episodes of `lanes` have begun: their tasks were not refused."""
@@ -115,13 +126,7 @@ class TaskDraws:
         if count == MOST_REFUSALS:
             self._left_out.add(index)
             self._next.clear()
+            self._sum_up()
             log.error("task %r failed %d resets in a row; this worker leaves it out", dict(task.values), count)
             of_all, values = f"{len(self._left_out)} of {len(self._told.tasks)}", f"{dict(task.values)!r:.60}"
             self.refused = f"{of_all} tasks left out, the newest after {count} failed resets: {values} ({why:.75})"
-
-
-def _pick(told: Tasks, choices: Sequence[int], root: np.random.SeedSequence) -> int:
-    """Return one of the tasks at `choices`, drawn by their weights."""
-    sums = np.cumsum([told.tasks[index].weight for index in choices])
-    at = int(np.searchsorted(sums, np.random.default_rng(root).random() * sums[-1], side="right"))
-    return choices[min(at, len(choices) - 1)]

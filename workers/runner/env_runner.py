@@ -89,6 +89,7 @@ class EnvRunner(ABC, Generic[Batch]):
         self._state = RunnerState(
             self._names, lambda: self._sampler, worker_index, self._metrics, self.totals, self.callbacks
         )
+        self._tasks_given = 0
         self._stopped = False
         """True once all envs are closed, for good or until a `make_env` that succeeds."""
         self.modules: dict[str, torch.nn.Module | None] = {}
@@ -483,21 +484,24 @@ class EnvRunner(ABC, Generic[Batch]):
         """
         self._state.set_weights(state, Version(learner_epoch, seq, digest))
 
-    def set_tasks(self, told: Tasks | None) -> None:
-        """Give each env one of these tasks at its next reset, and stamp its episode with it; None: no tasks any more.
+    def set_tasks(self, told: Tasks | Mapping[str, Any] | Sequence[Any] | None, *, group: int = 0) -> None:
+        """Give each env a task at its next reset, and stamp its episode with it. Arguments as `TaskPublisher.publish`.
 
-        By hand: `set_tasks(Tasks(version=(0, 1), tasks=[WeightedTask(values={"level": 3})]))`, with a new version each
-        time. An env with a method `set_task(values)` gets it before its reset, others as `reset(..., options=values)`.
+        A message counts as it is. An env with `set_task(values)` gets it before its reset, others as `options`.
         Caution: once tasks are taken away, an env with `set_task` keeps its last one. A task whose resets fail three
         times in a row is left out here. `TaskDraws` says which episode gets which task. `get_state` does not have the
         tasks: set them again after `set_state`. Draws then go on; groups begin again with the first one.
 
         A vector gets the values as options of its `reset`, beside the `reset_mask` of the envs that have this task.
 
-        Raises `ConfigError` for tasks that these envs cannot take. Their episodes have none then.
+        Raises `EncodeError` for what is no task, and `ConfigError` for tasks that these envs cannot take, whose
+        episodes have none then.
         """
+        if not isinstance(told, Tasks):
+            told = Tasks.of(told, (0, self._tasks_given + 1), group)
+            self._tasks_given += 1
         draws = self._existing_table.tasks
-        why = self._existing_sampler.envs.why_no_tasks(told.group) if told is not None and told.tasks else ""
+        why = self._existing_sampler.envs.why_no_tasks(told.group) if told.tasks else ""
         draws.set(None if why else told)
         draws.refused = why or draws.refused
         if why:

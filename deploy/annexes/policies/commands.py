@@ -18,7 +18,15 @@ import typer
 from headrace.deploy.command.option_table import command
 from headrace.deploy.run.options import Asked
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
-from headrace.schemas.errors import ConfigError, ConnectorError, EnvError, ExitCode, ModuleError, RunDirError
+from headrace.schemas.errors import (
+    ConfigError,
+    ConnectorError,
+    EncodeError,
+    EnvError,
+    ExitCode,
+    ModuleError,
+    RunDirError,
+)
 
 if TYPE_CHECKING:  # torch takes a second or two
     from headrace.deploy.annexes.policies.episode_video import EpisodeVideo
@@ -50,9 +58,10 @@ Checkpoint = Annotated[
     "headrace evaluate runs/a --checkpoint best --render best.mp4",
     "headrace evaluate runs/a/best.checkpoint --seed 7 --json",
     "headrace evaluate redis://127.0.0.1:6379 --fleet-id demo --env CartPole-v1",
+    "headrace evaluate runs/a --task '{\"level\": 3}' --task '{\"level\": 4}'",
     "headrace evaluate runs/a --watch --set learner.evaluate_every_steps=20000",
-    options="run episodes checkpoint num_envs seed explore render render_episodes watch env fleet_id config sets allow"
-    " as_json",
+    options="run episodes checkpoint num_envs seed task explore render render_episodes watch env fleet_id config sets"
+    " allow as_json",
 )
 def evaluate(
     asked: Asked,
@@ -65,6 +74,9 @@ def evaluate(
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", min=0, help="Of the episodes; default 0. A seed repeats its episodes.")
+    ] = None,
+    task: Annotated[
+        list[str] | None, typer.Option("--task", metavar="JSON", help="A task for the envs; several: a result each.")
     ] = None,
     explore: bool,
     render: Annotated[Path | None, typer.Option("--render", help="MP4 file for a video (extra video).")] = None,
@@ -84,7 +96,10 @@ def evaluate(
 
     Env, module and connectors are those of the run. Nothing that is played is trained on.
     """
+    tasks: list[dict[str, Any] | None] = [_read_task(text) for text in task or ()] or [None]
     if watch:
+        if task:
+            raise ConfigError("is not for --watch; leave one of them out", key="--task")
         _watch(asked, run, num_envs=num_envs, seed=seed)
         return
     from headrace.deploy.annexes.policies.episode_video import EpisodeVideo
@@ -106,42 +121,61 @@ def evaluate(
         policy.origin,
     )
     with no_exit_from(EnvError, "the env or the module"), video or nullcontext():
-        told = _play(policy, PlaySettings(episodes, num_envs, seed or 0, explore), video)
+        results = _play(policy, PlaySettings(episodes, num_envs, seed or 0, explore), video, tasks)
     if as_json:
-        text = orjson.dumps(told).decode()
+        text = "\n".join(orjson.dumps(told).decode() for told in results)
     else:
-        text = in_words(told) + (f"\nvideo: {told['video']}" if told["video"] else "")
+        text = "\n".join(map(in_words, results)) + (f"\nvideo: {video.path}" if video is not None else "")
     say(text)
-    if not told["complete"]:
-        log.warning("stopped after %d of %d episodes", told["episodes"], episodes)
+    if not results[-1]["complete"]:
+        log.warning("stopped after %d of %d episodes", results[-1]["episodes"], episodes)
         raise typer.Exit(int(ExitCode.FAILURE))
 
 
-def _play(policy: ResolvedPolicy, settings: PlaySettings, video: EpisodeVideo | None) -> dict[str, Any]:
+def _read_task(text: str) -> dict[str, Any]:
+    from headrace.schemas.chunks.task import check_values
+
+    try:
+        return check_values(orjson.loads(text))
+    except (orjson.JSONDecodeError, EncodeError) as error:
+        raise ConfigError(f"{text!r:.80} is no task as JSON: {error}", key="--task") from error
+
+
+def _play(
+    policy: ResolvedPolicy, settings: PlaySettings, video: EpisodeVideo | None, tasks: list[dict[str, Any] | None]
+) -> list[dict[str, Any]]:
+    """Play all episodes with each task. Return the results, fewer where a signal ends one before its last episode."""
     from headrace.deploy.annexes.policies.evaluation import Evaluation
     from headrace.schemas.basics.stop_event import stop_event
     from headrace.workers.fleet.user_side import envs_apart
 
-    saved, began = policy.saved, time.monotonic()
+    saved, results, began = policy.saved, list[dict[str, Any]](), time.monotonic()
     with (
         envs_apart() as calls,
         Evaluation(policy.config, settings, video, calls) as evaluation,
         stop_event() as stopping,
     ):
-        try:
-            scores = evaluation.play(saved.arrays, saved.version, stopping)
-        except (ModuleError, ConnectorError) as error:
-            raise policy.build_error(error) from error
-    return {
-        "source": saved.source,
-        "weights": saved.version,
-        "env": policy.config.sampling.env,
-        "explore": settings.explore,
-        "seed": settings.seed,
-        **scores.as_json(),
-        "seconds": round(time.monotonic() - began, 3),
-        "video": str(video.path) if video is not None else None,
-    }
+        for task in tasks:
+            try:
+                scores = evaluation.play(saved.arrays, saved.version, stopping, task)
+            except (ModuleError, ConnectorError) as error:
+                raise policy.build_error(error) from error
+            told = {
+                "source": saved.source,
+                "weights": saved.version,
+                "env": policy.config.sampling.env,
+                "task": task,
+                "explore": settings.explore,
+                "seed": settings.seed,
+                **scores.as_json(),
+                "seconds": round(time.monotonic() - began, 3),
+                "video": str(video.path) if video is not None else None,
+            }
+            results.append(told)
+            began = time.monotonic()
+            if not scores.complete:
+                break
+    return results
 
 
 def _watch(asked: Asked, run: str, *, num_envs: int | None, seed: int | None) -> None:

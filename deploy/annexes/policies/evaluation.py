@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
+import orjson
 
 from headrace.deploy.annexes.policies.episode_video import EpisodeVideo
 from headrace.schemas.accounts.ledger import Discard
@@ -24,6 +25,7 @@ from headrace.workers.runner.single_agent_env_runner import open_runner
 
 log = logging.getLogger("headrace.deploy")
 
+Values = Mapping[str, Any] | None
 _PROGRESS_S = 5.0
 _INCARNATION = 2**31 - 1
 """Incarnation of the evaluation's runner. No worker reaches it, so evaluation and training share no seed."""
@@ -141,6 +143,8 @@ class Evaluation:
         self._settings, self._video = settings, video
         self._num_envs = min(settings.num_envs or config.sampling.num_envs, settings.episodes)
         self._scores = EpisodeScores.of(settings.episodes, self._num_envs)
+        self._lacks_task = False
+        """True after an episode without a task: the runner leaves a task out after some failed resets."""
         self._runner = open_runner(
             self._runner_config(config), config.fleet.workers, incarnation=_INCARNATION, calls=calls
         )
@@ -156,7 +160,8 @@ class Evaluation:
     def _runner_config(self, config: FleetConfig) -> EnvRunnerConfig:
         own = runner_config(config)
         placement = "process" if own.env_placement == "remote" else own.env_placement
-        callbacks = [*own.callbacks, {"on_episode_end": self._ended, "on_env_failed": self._failed}]
+        events = {"on_episode_start": self._started, "on_episode_end": self._ended, "on_env_failed": self._failed}
+        callbacks = [*own.callbacks, events]
         changed: dict[str, Any] = {
             "num_envs": self._num_envs,
             "seed": self._settings.seed,
@@ -179,21 +184,30 @@ class Evaluation:
     def _ended(self, episode: Any, env_index: int) -> None:
         self._scores.add(episode, env_index)
 
+    def _started(self, episode: Any) -> None:
+        self._lacks_task |= episode.task is None
+
     def _failed(self) -> None:
         self._scores.aborted += 1
 
-    def play(self, arrays: Arrays, version: Version, stopping: threading.Event) -> EpisodeScores:
+    def play(self, arrays: Arrays, version: Version, stopping: threading.Event, task: Values = None) -> EpisodeScores:
         """Play all episodes with the weights and connector state in `arrays`. A second call plays the same episodes.
 
+        The envs get `task` at each reset, as workers give it. Raises `EnvError` for one that they refuse.
         Returns sooner once `stopping` is set, with the episodes that have ended. Raises `ModuleError` and
         `ConnectorError` for arrays that do not fit, and the errors that end a worker.
         """
         self._scores = scores = EpisodeScores.of(self._settings.episodes, self._num_envs)
         self._runner.set_state({"random_streams": self._streams})
         self._runner.set_weights(arrays, version[1], version[0])
+        self._runner.set_tasks(task)
+        self._lacks_task = False
         progress = _Progress(scores, self._settings.episodes, lambda: self._runner.totals.env_steps)
 
         def on_poll() -> None:
+            if task is not None and self._lacks_task:
+                why = self._runner.totals.newest_env_failure
+                raise EnvError(f"{self._runner.config.env!r:.100} refuses the task {task!r:.200}: {why}")
             if scores.complete or stopping.is_set():
                 raise _EnoughError
             if self._video is not None:
@@ -236,9 +250,10 @@ class _Progress:
 
 def in_words(told: Mapping[str, Any]) -> str:
     """Return the result of `EpisodeScores.as_json` for people: a line for all, and one for each agent and policy."""
+    task = f"task {orjson.dumps(told['task']).decode()}\n" if told.get("task") is not None else ""
     aborted = f"\naborted {told['aborted']}: an env failed, and played another episode" if told["aborted"] else ""
     if not told["episodes"]:
-        return f"no episode has ended{aborted}"
+        return f"{task}no episode has ended{aborted}"
     lines = [("return", told["return"]), ("length", told["length"])]
     for name, title in (("return_by_agent", "return of agent"), ("return_by_policy", "return of policy")):
         lines += [(f"{title} {key}", own) for key, own in told.get(name, {}).items()]
@@ -248,4 +263,4 @@ def in_words(told: Mapping[str, Any]) -> str:
         f"25% {d['q25']:.4g}  median {d['median']:.4g}  75% {d['q75']:.4g}  95% {d['q95']:.4g}  max {d['max']:.4g}"
         for title, d in lines
     )
-    return "\n".join(rows) + aborted
+    return task + "\n".join(rows) + aborted
