@@ -1,8 +1,8 @@
 r"""A curriculum: a teacher adds doors to a corridor that an agent would never get through at once.
 
-    python curriculum.py runs/curriculum          # 12 doors within a minute or two
     python curriculum.py runs/curriculum      # 12 doors after 40,000 steps, in half a minute
     python curriculum.py runs/plain --plain   # the same learner, 12 doors from the beginning
+
 Each door shows one of five signs, drawn by the episode's seed. One of five actions opens it, and
 any other ends the episode. Only the last door gives a reward. Random actions open 12 doors once in
 244 million episodes, so there is nothing to learn from. With one door, they do so in each fifth.
