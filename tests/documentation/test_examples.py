@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import signal
 import subprocess
 import sys
@@ -84,7 +85,7 @@ def test_an_example_learns_cartpole_though_a_worker_and_the_learner_are_killed(t
     assert before < ledger["committed"][0] <= trained_steps(tmp_path) <= ledger["stepped"]
 
 
-@pytest.mark.parametrize("example", [*EXAMPLES, "curriculum"])
+@pytest.mark.parametrize("example", [*EXAMPLES, "curriculum", "level_replay"])
 def test_an_example_is_short_and_imports_what_users_may_import(example: str) -> None:
     text = (EXAMPLES_FOLDER / f"{example}.py").read_text()
     assert len(text.splitlines()) <= MOST_LINES
@@ -100,6 +101,17 @@ def test_a_teacher_adds_doors_that_all_envs_of_its_fleet_get(tmp_path: Path) -> 
     doors = [int(line.split()[2]) for line in done.stdout.splitlines() if "steps:" in line]
     assert doors == sorted(doors)
     assert doors[-1] >= 3, done.stdout
+
+
+@pytest.mark.slow
+def test_a_teacher_replays_the_levels_that_are_not_learnt_yet(tmp_path: Path) -> None:
+    command = [sys.executable, "level_replay.py", str(tmp_path / "run"), "--steps", "60000"]
+    done = subprocess.run(command, cwd=EXAMPLES_FOLDER, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"steps: (\d+) levels learnt, mean return over all (\S+); (\S+) of", done.stdout)
+    late = [(float(mean), float(passed)) for learnt, mean, passed in said if int(learnt) >= 55]
+    # drawn equally often, episodes pass as often as the mean says; drawn where there is most to learn, less often
+    assert any(passed < mean - 0.1 for mean, passed in late), done.stdout
 
 
 # -- parts of the DQN --------------------------------------------------------------------------------------------------
