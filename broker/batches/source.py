@@ -130,6 +130,8 @@ class Source:
     """The totals with the highest number of a batch that its worker, its recorder or Redis told."""
     made_before: int = 0
     """Env steps that earlier brokers knew of, from Redis. Live workers report theirs again; they are the same steps."""
+    batches_before: int = 0
+    """Batches that earlier brokers accepted, from Redis. A live worker sends those again that are not settled."""
     counted: int = 0
     """Part of `steps` that the fleet's sum already includes."""
 

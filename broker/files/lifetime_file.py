@@ -1,4 +1,4 @@
-"""run_dir/lifetime.json: counters, sums and env failures of earlier lives, for an empty Redis. Mode 0600.
+"""run_dir/lifetime.json: counters, sums, env failures and tasks of earlier lives, for an empty Redis. Mode 0600.
 
 Redis has them too, and its values are the newer ones. The reporter's thread writes the file when they have changed, and
 pauses after each write by its size.
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -50,6 +51,7 @@ class Lifetime:
     """By slot, the sum of the lives that have ended."""
     damage: str = ""
     """The part of the file that could not be read, in words; "" if it was whole, or if there is none."""
+    task_figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 class LifetimeFile:
@@ -87,7 +89,10 @@ class LifetimeFile:
                 {name.encode(): orjson.dumps(value) for name, value in found[kind].items()}
                 for kind in ("runner_state", "metric_sums", "env_errors")
             ]
-            ended = {name.encode(): orjson.dumps(lives) for name, lives in found.get("ended", {}).items()}
+            tasks, ended = (
+                {name.encode(): orjson.dumps(value) for name, value in found.get(kind, {}).items()}
+                for kind in ("task_figures", "ended")
+            )
         except FileNotFoundError:
             return Lifetime()
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -99,7 +104,8 @@ class LifetimeFile:
             values.metric_sums(hashes[1]),
             values.env_errors(hashes[2]),
             values.folded(ended),
-            "; ".join(values.garbage),
+            task_figures=values.task_figures(tasks),
+            damage="; ".join(values.garbage),
         )
         for sentence in values.garbage:
             log.error("left out a value in %s: %s", self._path.name, sentence)
@@ -130,6 +136,7 @@ class LifetimeFile:
         runner_state: Mapping[int, Counters],
         metric_sums: Mapping[str, SumsOfLife],
         env_errors: Mapping[str, Mapping[str, object]],
+        task_figures: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
         *,
         last: bool = False,
     ) -> bool:
@@ -145,6 +152,7 @@ class LifetimeFile:
             "runner_state": runner_state,
             "metric_sums": {name: life.model_dump() for name, life in metric_sums.items()},
             "env_errors": env_errors,
+            "task_figures": dict(task_figures),
             "ended": self._ended_as_json,
         }
         text = orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)

@@ -21,7 +21,7 @@ from headrace.schemas.accounts.logged_metrics import LoggedMetric, SumsOfLife, i
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.accounts.redis_keys import PAST, source_name
 from headrace.schemas.accounts.runner_counters import Counters, read_counters
-from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
+from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES, MOST_TASK_NAME
 
 Hash = Mapping[bytes, bytes]
 SourceKey = tuple[int, int]
@@ -112,6 +112,10 @@ class HashParser:
     def policy_quantiles(self, raw: Hash) -> dict[str, dict[str, float]]:
         """Parse the quantiles of the returns of each policy's agents, by module id; empty where they are not told."""
         return self._parse("policies", raw, str, _quantiles)
+
+    def task_figures(self, raw: Hash) -> dict[str, dict[str, float]]:
+        """Parse the figures of tasks, by the task's name."""
+        return self._parse("task_figures", raw, _task, _numbers)
 
     def lease(self, raw: Hash) -> dict[str, Any]:
         """Parse the learner's lease; empty when there is none.
@@ -233,6 +237,12 @@ def _plain_values(text: str) -> dict[str, Any]:
 def _metric_name(text: str) -> str:
     if not is_metric_name(text):
         raise ValueError("not a metric's name")
+    return text
+
+
+def _task(text: str) -> str:
+    if len(text) > MOST_TASK_NAME:
+        raise ValueError("not a task's name")
     return text
 
 

@@ -18,7 +18,7 @@ MERGE = """
 -- Returns the counters it had to skip, and the rows that Redis has newer ones of; 'other' where the last part that
 -- Redis got is not the one that the broker thinks.
 local FLEET, LEDGER, FOLDED, TOTALS, SOURCES, GAUGES, WORKERS, LEASE, INCARNATIONS, RUNNER_STATE, EVENTS, METRICS,
-  METRIC_SUMS, POLICIES, ERRORS, TASKS, HISTORY_5S, HISTORY_60S = unpack(KEYS)
+  METRIC_SUMS, POLICIES, ERRORS, TASKS, TASK_FIGURES, HISTORY_5S, HISTORY_60S = unpack(KEYS)
 local report = cjson.decode(ARGV[1])
 local skipped = {}
 
@@ -275,6 +275,7 @@ end
 set(RUNNER_STATE, report.runner_state)
 set(ERRORS, report.env_errors)
 set(TASKS, report.tasks)
+if report.task_figures then replace(TASK_FIGURES, report.task_figures) end
 for _, name in ipairs(report.env_errors_gone) do redis.call('HDEL', ERRORS, name) end
 
 local seen = 0

@@ -37,28 +37,33 @@ class EnvErrors:
         self._rows: dict[str, Mapping[str, Any]] = {}
         """Rows of the groups that have not changed since `rows` made them."""
 
-    def take(self, slot: int, incarnation: int, group: EnvErrorGroup, unix_s: float) -> None:
-        """Take what a life has told of a group. A life older than the newest of its slot is ignored."""
+    def take(self, slot: int, incarnation: int, group: EnvErrorGroup, unix_s: float) -> int:
+        """Take what a life has told of a group, and return how many failures are new.
+
+        A life older than the newest of its slot is ignored.
+        """
         life = self._lives.get(slot)
         if life is None or incarnation > life.incarnation:
             self._forget(slot)
             life = self._lives[slot] = _Life(incarnation)
         name = group.fingerprint
         if incarnation < life.incarnation or (name not in life.told and len(life.told) > MOST_OF_A_LIFE):
-            return
+            return 0
         more = group.count - life.told.get(name, 0)
         if more > 0:
             life.told[name] = group.count
             last = min(group.last_unix_s, unix_s)
             self._add(name, group, more, min(group.first_unix_s, last), last, [slot])
+        return max(0, more)
 
     def _add(
         self, name: str, group: EnvErrorGroup, count: int, first_unix_s: float, last_unix_s: float, slots: list[int]
     ) -> None:
-        known = self._groups.get(name)
+        known, tasks = self._groups.get(name), group.tasks
         if known is not None:
             count, first_unix_s = known.count + count, min(known.first_unix_s, first_unix_s)
             slots = [*(slot for slot in known.slots if slot not in slots), *slots]
+            tasks = [*known.tasks, *tasks]
             group = group if last_unix_s >= known.last_unix_s else known
             last_unix_s = max(known.last_unix_s, last_unix_s)
         self._groups[name] = EnvErrorRow.model_construct(
@@ -67,6 +72,7 @@ class EnvErrors:
             first_unix_s=first_unix_s,
             last_unix_s=last_unix_s,
             slots=slots[-MOST_SLOTS:],
+            tasks=[*dict.fromkeys(task for task in reversed(tasks) if task)][MOST_SLOTS - 1 :: -1],
             lives={},
         )
         self._rows.pop(name, None)

@@ -113,7 +113,7 @@ class FleetReports(BrokerObserver):
         blocked = _lacks_descriptors() or core.joins_blocked
         report = replace(metrics.report(now), joins_blocked=blocked, ended_unix_s=ended_unix_s, tasks=self.tasks)
         if not self._restored:  # what runners counted before is not known yet, and must not be written over
-            report = replace(report, runner_state={}, metric_sums=None, env_errors=None, tasks={})
+            report = replace(report, runner_state={}, metric_sums=None, env_errors=None, tasks={}, task_figures=None)
         reporter.offer(report)
         core.learners.rows_stored = reporter.rows_stored
 
@@ -129,6 +129,7 @@ class FleetReports(BrokerObserver):
         metrics.continue_from(news)
         metrics.workers.go_on_from(saved.metric_sums or self._lifetime.metric_sums)
         metrics.env_errors.go_on_from(saved.env_errors or self._lifetime.env_errors)
+        metrics.tasks.go_on_from(saved.task_figures or self._lifetime.task_figures)
         if saved.weights is not None:
             try:
                 header, _ = read_weights(decode(saved.weights.frames))

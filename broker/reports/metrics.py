@@ -14,6 +14,7 @@ from headrace.broker.batches.life_figures import RecentUsage
 from headrace.broker.batches.source import Source, StoredBatch
 from headrace.broker.reports.env_error_totals import EnvErrors
 from headrace.broker.reports.report import Report
+from headrace.broker.reports.task_figures import TaskFigures
 from headrace.broker.reports.worker_metrics import WorkerMetrics
 from headrace.broker.reports.worker_rows import fleet_figures, row_figures, told_counters
 from headrace.broker.sessions.core import BrokerCore
@@ -68,6 +69,7 @@ class FleetMetrics(BrokerObserver):
         """Agent steps of accepted batches by lag, since this broker started."""
         self.workers = WorkerMetrics()
         self.env_errors = EnvErrors()
+        self.tasks = TaskFigures(EPISODE_WINDOW)
         self._events: list[dict[str, Any]] = []
         self._usage = RecentUsage()
         self._granted_epoch = 0
@@ -95,6 +97,8 @@ class FleetMetrics(BrokerObserver):
             self._observe_agents(told.modules[0], told.agent_returns, told.agent_lengths)
         for module_id, earned, length in told.frozen_agents:
             self._observe_agents(module_id, [earned], [length])
+        for task, episodes, returns, lengths in told.ended_by_task if told.seq > source.batches_before else ():
+            self.tasks.add_ended(task, episodes, returns, lengths)
         key, env_steps = source.key, told.totals.steps_of_envs
         # The first batch that a new broker gets from an old worker does not show how fast the worker is.
         before = self._env_steps.get(key, 0 if told.seq == 1 else env_steps)
@@ -141,7 +145,7 @@ class FleetMetrics(BrokerObserver):
             if source.metrics:
                 self.workers.take(source.slot, source.incarnation, source.metrics)
             for group in source.figures.take_env_errors():
-                self.env_errors.take(*source.key, group, time.time())
+                self.tasks.add_failures(group.tasks, self.env_errors.take(*source.key, group, time.time()))
         events, self._events = self._events, []
         live = {source.slot for source in core.live()}
         gone, self._slots = self._slots - live, live
@@ -164,6 +168,7 @@ class FleetMetrics(BrokerObserver):
             metrics=self.workers.merged(),
             metric_sums=self.workers.sums(),
             env_errors=self.env_errors.rows(),
+            task_figures=self.tasks.rows(),
             events=events,
             refused=core.refusals.most(),
         )

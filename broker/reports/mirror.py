@@ -18,6 +18,7 @@ from headrace.schemas.accounts.runner_counters import Counters
 
 K = TypeVar("K")
 V = TypeVar("V")
+Hashes = Mapping[str, Mapping[str, object]]
 
 MOST_ROWS_A_PART = 100
 """Rows, and folded slots with their lives, in one script call. Redis then stops for some milliseconds."""
@@ -96,12 +97,15 @@ class Mirror:
         self._rows.unsent.update(self._unwritten)
         self._unwritten.clear()
 
-    def lifetime(self) -> tuple[dict[int, Counters], Mapping[str, SumsOfLife], dict[str, Mapping[str, object]]] | None:
-        """Return the runners' counters, the sums and the env failures; None while those of before are not known."""
-        sums = self._newest.metric_sums
+    def lifetime(self) -> tuple[dict[int, Counters], Mapping[str, SumsOfLife], Hashes, Hashes] | None:
+        """Return the runners' counters, the sums, env failures and figures of tasks.
+
+        Return None while those of before are not known.
+        """
+        sums, tasks = self._newest.metric_sums, self._newest.task_figures or {}
         if sums is None:
             return None
-        return dict(self._smaller["runner_state"].values), sums, dict(self._smaller["env_errors"].values)
+        return dict(self._smaller["runner_state"].values), sums, dict(self._smaller["env_errors"].values), tasks
 
     @property
     def _kinds(self) -> tuple[_Fields[Any, Any], ...]:

@@ -50,7 +50,8 @@ class Report:
     - incarnations and runner_state, by slot, lease, and tasks (the text of tasks.json as `newest`): all of them.
     - policies, metrics, metric_sums: all of them, by module id, name and slot. metric_sums None: those of earlier lives
       are not known yet, so metrics and sums in Redis stay.
-    - env_errors: all groups of failures of envs, by fingerprint. None: those in Redis are not known yet, and stay.
+    - env_errors, task_figures: all groups of failures of envs, by fingerprint, and the figures of tasks, by name. None:
+      those in Redis are not known yet, and stay.
     - events: news since the last report, each a flat dict.
     - refused: (peer, kind, count) of the messages refused most since the broker started.
     - joins_blocked: why no peer can join now; "" where peers can.
@@ -71,6 +72,7 @@ class Report:
     metric_sums: Mapping[str, SumsOfLife] | None = None
     env_errors: Mapping[str, Mapping[str, Any]] | None = None
     tasks: Mapping[str, str] = field(default_factory=dict)
+    task_figures: Mapping[str, Mapping[str, float]] | None = None
     events: Sequence[Mapping[str, Any]] = ()
     refused: Sequence[tuple[str, str, int]] = ()
     joins_blocked: str = ""
@@ -81,7 +83,7 @@ class Report:
 class Part:
     """A part of a report, small enough that Redis stops for some milliseconds only.
 
-    - is_first: it has the parts that every report has: gauges, lease, policies, metrics and events.
+    - is_first: it has the parts that every report has: gauges, lease, policies, metrics, figures of tasks and events.
     - clears_workers: remove all workers' states from Redis, except those in this part.
     - lives: by slot, lives in `folded` whose rows Redis may still have.
     - env_errors_gone: groups that were summed up with others.
@@ -196,6 +198,8 @@ def _as_json(part: Part) -> dict[str, Any]:
     if not part.is_first:
         return body
     sums = {} if report.metric_sums is None else {"metric_sums": _json_of(report.metric_sums)}
+    if report.task_figures is not None:
+        sums["task_figures"] = {task: orjson.dumps(own).decode() for task, own in report.task_figures.items()}
     return (
         body
         | sums
@@ -236,6 +240,7 @@ class SavedState:
     env_errors: dict[str, EnvErrorRow]
     weights: StoredBlob | None
     tasks: bytes
+    task_figures: dict[str, dict[str, float]]
 
 
 def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
@@ -250,6 +255,7 @@ def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
         keys.METRIC_SUMS,
         keys.ERRORS,
         keys.TASKS,
+        keys.TASK_FIGURES,
     )
     raw, wrong = RedisReader(client).hashes_at_once({key.name: keys.key_name(fleet_id, key) for key in wanted})
     values = HashParser(garbage=wrong)
@@ -264,6 +270,7 @@ def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
         env_errors=values.env_errors(raw["errors"]),
         weights=weights_in(client, fleet_id).load(),
         tasks=raw["tasks"].get(b"newest", b""),
+        task_figures=values.task_figures(raw["task_figures"]),
     )
     for sentence in values.garbage:
         log.error("left out a value in Redis: %s", sentence)

@@ -198,6 +198,7 @@ class BrokerCore:
                 self.refusals.note("Redis", "implausible row", f"slot {row.slot} incarnation {row.incarnation}: {why}")
                 continue
             source.made_before = max(source.made_before, row.totals.steps_of_envs)
+            source.batches_before = max(source.batches_before, row.totals.seq)
             self.store.merge_settled(source, row.settled)
             if row.closed and row.held == (0, 0) and not source.closed and not source.held:
                 source.totals, source.closed, source.restored = row.totals, True, row

@@ -130,8 +130,7 @@ def up(
                 _warn_of_errors(fleet, outcome)
             outcome.failure = outcome.failure or fleet.supervisor.failure
             summary = _summarise(fleet.fleet_id, run_dir, outcome, fleet)
-            errors = fleet.snapshot.errors.values() if fleet.snapshot else ()
-            facts.finish(summary, fleet.supervisor.services.values(), errors)
+            facts.finish(summary, fleet.supervisor.services.values(), fleet.snapshot or Snapshot())
             return summary
 
 

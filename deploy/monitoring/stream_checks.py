@@ -18,6 +18,7 @@ from headrace.deploy.monitoring.finding_kinds import Observation, observe
 from headrace.deploy.monitoring.process_checks import NUMBER, States, hosts_of, names_of
 from headrace.deploy.report.progress import number
 from headrace.deploy.run.redis_view import crowded_learner
+from headrace.schemas.accounts.env_errors import OF_TASK
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.logged_metrics import NOT_FINITE
 from headrace.schemas.accounts.redis_keys import labelled
@@ -82,7 +83,8 @@ def failing_envs(facts: Facts) -> Iterator[Observation]:
         name, down = f"worker-{slot}", number(state.get("envs_lost"))
         count, age_s = number(state.get("env_failures")), number(state.get("env_failure_age_s"))
         connected, wanted = hosts_of(state)
-        cause = _OF_ONE_ENV.sub("", NUMBER.sub("#", str(state.get("env_failure", ""))))
+        words, _, _ = str(state.get("env_failure", "")).partition(OF_TASK)
+        cause = _OF_ONE_ENV.sub("", NUMBER.sub("#", words))
         if count >= _MANY and age_s < _FAILED_LATELY_S and _fails_often(facts, state, count):
             failing.setdefault(("envs_failing", cause), []).append(slot)
         elif 0 < connected < wanted and down and number(state.get("env_steps")):

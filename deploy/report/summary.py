@@ -27,6 +27,7 @@ from headrace.deploy.process.supervisor import Service
 from headrace.deploy.report.progress import name_restarts
 from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.deploy.run.goal import RunNumbers
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.run_dir import write_private
 from headrace.schemas.accounts.env_errors import EnvErrorGroup
 from headrace.schemas.accounts.ledger import FleetLedger
@@ -191,12 +192,13 @@ class RunFacts:
         self._about = {"started_unix_s": round(time.time(), 3), "versions": _versions(), "machine": _machine()}
         self._write({"state": "running"})
 
-    def finish(self, summary: Summary, services: Iterable[Service], errors: Iterable[EnvErrorGroup]) -> None:
-        """Write how the run ended, with the failures of envs as Redis had them at the end."""
+    def finish(self, summary: Summary, services: Iterable[Service], seen: Snapshot) -> None:
+        """Write how the run ended, with the failures of envs and the figures of tasks that Redis had at the end."""
         told: dict[str, Any] = orjson.loads(summary.as_json())
         ended = {"state": "ended", "ended_unix_s": round(time.time(), 3), "problems": list(summary.problems)}
         processes = [_process(service) for service in services][:MOST_PROCESSES]
-        self._write({**told, **ended, "processes": processes, "errors": plain_errors(errors)})
+        figures = {"errors": plain_errors(seen.errors.values()), "tasks": dict(seen.task_figures)}
+        self._write({**told, **ended, "processes": processes, **figures})
 
     def _write(self, facts: Mapping[str, Any]) -> None:
         try:

@@ -64,6 +64,8 @@ class Snapshot:
     """Failures of envs in groups, by fingerprint."""
     policies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Statistics of the returns by module id; empty in envs of one agent."""
+    task_figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Episodes, their returns and lengths, and failures of envs, by the name of the task; empty without tasks."""
     processes: Mapping[str, ProcessState] = field(default_factory=dict)
     """The supervisor's processes by name; empty where none has told of them for half a minute."""
     supervisor_totals: Mapping[str, int] = field(default_factory=dict)
@@ -172,6 +174,7 @@ class FleetView(Closable):
             metrics=values.metrics(raw["metrics"]),
             errors=values.env_errors(raw["errors"]),
             policies=values.policies(raw["policies"]),
+            task_figures=values.task_figures(raw["task_figures"]),
             processes=values.processes(raw["processes"]),
             supervisor_totals=values.totals(raw["supervisor_totals"]),
             policy_quantiles=values.policy_quantiles(raw["policies"]),

@@ -6,9 +6,9 @@ import hashlib
 from typing import Annotated, Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
-from headrace.schemas.basics.bounds import ListOf, Natural, Positive, Slot
+from headrace.schemas.basics.bounds import ListOf, Natural, Positive, Slot, TaskName
 
 MOST_GROUPS = 32
 """Groups of one worker. The failures of further ones are in a group of kind `OTHERS`."""
@@ -18,6 +18,11 @@ OTHERS = "others"
 
 MOST_TRACEBACK = 4096
 MOST_SLOTS = 8
+MOST_TOLD_TASKS = 64
+"""Failures of one group whose tasks a worker tells."""
+
+OF_TASK = "; its task was "
+"""What stands before the task in the words of an env's failure, at their end."""
 
 UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
 
@@ -41,6 +46,15 @@ class EnvErrorGroup(BaseModel):
     first_unix_s: UnixSeconds = 0.0
     last_unix_s: UnixSeconds = 0.0
     traceback: Annotated[str, Field(max_length=MOST_TRACEBACK)] = ""
+    tasks: Annotated[ListOf[TaskName], Field(max_length=MOST_TOLD_TASKS)] = []
+    """The task of each of its newest failures, the newest last; empty while no failure had a task."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_tasks(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        told: dict[str, Any] = dump(self)
+        if not self.tasks:
+            told.pop("tasks", None)
+        return told
 
     @property
     def fingerprint(self) -> str:
@@ -55,6 +69,8 @@ class EnvErrorRow(EnvErrorGroup):
 
     slots: Annotated[ListOf[Slot], Field(max_length=MOST_SLOTS)] = []
     """Slots of the workers that had such failures, the newest last."""
+    tasks: Annotated[ListOf[TaskName], Field(max_length=MOST_SLOTS)] = []
+    """The tasks of its newest failures, each once, the newest last."""
     lives: dict[str, Natural] = {}
     """By "slot/incarnation", failures that the newest life of a slot has reported so far; `count` includes them."""
 

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from headrace.schemas.basics.bounds import MOST_TASKS, OTHER_TASKS
+
 CONTRACT_VERSION = 2
 
 
@@ -257,9 +259,9 @@ ERRORS = Key(
     "broker",
     "field fingerprint, of kind, env, exception and where: JSON of a group of failures of envs over all workers and "
     "lives: these four, message and traceback (4 KiB) of one of them, count, first_unix_s, last_unix_s, slots (the "
-    "newest 8), lives (what of count the newest life of a slot has told, from which the next broker goes on). At most "
-    '100 groups; those seen the longest ago are summed up in field "others". Text is as the env wrote it, with control '
-    "characters",
+    "newest 8), tasks (8 at most, of its newest failures; absent where none had a task), lives (what of count the "
+    "newest life of a slot has told, from which the next broker goes on). At most 100 groups; those seen the longest "
+    'ago are summed up in field "others". Text is as the env wrote it, with control characters',
     example='9f2c41d07be35a68 {"kind":"env_exception","env":"MyEnv-v0","exception":"RuntimeError","count":7,...}',
 )
 TASKS = Key(
@@ -270,6 +272,17 @@ TASKS = Key(
     "newest: the content of tasks.json, as JSON: epoch (of the newest teacher), teacher (digest of its token), tasks "
     "(the newest that a teacher published; version [0, 0] before the first)",
     example='newest {"epoch":2,"teacher":"9f2c...","tasks":{"version":[2,7],"tasks":[...],"group":0}}',
+)
+TASK_FIGURES = Key(
+    "task_figures",
+    "hash",
+    "",
+    "broker",
+    f'field task, as published, for the {MOST_TASKS} newest, and "{OTHER_TASKS}" for all others together: JSON of '
+    "episodes (finished) and env_failures, from which the next broker goes on, return_mean and len_mean (env steps) of "
+    "the newest 100 of these episodes, and last_unix_s. A task of more than 120 characters is cut, with a digest",
+    example='{"level":3} {"episodes":310,"env_failures":2,"return_mean":0.91,"len_mean":12.4,"last_unix_s":...}',
+    when="each report",
 )
 LEARNER_ROWS = Key(
     "learner_rows",

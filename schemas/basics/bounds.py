@@ -84,6 +84,18 @@ Token = Annotated[str, Field(max_length=120)]
 
 ChosenName = Annotated[str, Field(max_length=600)]
 """A name that a user chose, of a fleet or of a policy."""
+
+MOST_TASKS = 32
+"""Tasks that have figures of their own at once."""
+
+OTHER_TASKS = "other tasks"
+"""The name under which the figures of all other tasks are summed up."""
+
+MOST_TASK_NAME = 120
+
+TaskName = Annotated[str, Field(max_length=MOST_TASK_NAME)]
+"""The name of a task in figures (`task_name` in `schemas/chunks/task.py`); "" for no task."""
+
 HIGHEST_PORT = 65_535
 
 BROKER_CONNECTIONS = 4096

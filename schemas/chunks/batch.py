@@ -27,13 +27,16 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.basics.bounds import (
+    MOST_TASKS,
     BatchCount,
     ChosenName,
     EpochOrNone,
     IncarnationOrNone,
     ListOf,
     Natural,
+    Positive,
     Slot,
+    TaskName,
     WeightsSeq,
 )
 from headrace.schemas.chunks.batch_views import TimeMajor, Transitions, time_major, transitions
@@ -124,6 +127,12 @@ class BatchHeader(BaseModel):
     """The distinct tasks of the episodes in this batch."""
     task_of: ListOf[Natural] = Field(default_factory=list)
     """Of each chunk the index of its task + 1, or 0 for none; empty if no chunk has a task."""
+    ended_by_task: Annotated[
+        ListOf[Annotated[tuple[TaskName, Positive, float, Natural], Strict(False)]], Field(max_length=MOST_TASKS + 1)
+    ] = Field(default_factory=list)
+    """(task, episodes, sum of their returns, sum of their lengths) of episodes with a task that ended since the last
+    batch.
+    """
     totals: WorkerTotals
     """The worker's running totals right after it cut this batch."""
 
@@ -373,7 +382,7 @@ def _running(counts: NDArray[Any]) -> NDArray[np.int64]:
     return steps.cumsum()
 
 
-_OFTEN_EMPTY = ("agent_returns", "agent_lengths", "aborted", "frozen_agents", "tasks", "task_of")
+_OFTEN_EMPTY = ("agent_returns", "agent_lengths", "aborted", "frozen_agents", "tasks", "task_of", "ended_by_task")
 
 
 def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = False) -> list[Buffer]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import Strict
 
-from headrace.schemas.basics.bounds import Natural, Version
+from headrace.schemas.basics.bounds import MOST_TASK_NAME, Natural, Version
 from headrace.schemas.basics.printable import brief
 from headrace.schemas.errors import EncodeError
 
@@ -47,10 +48,20 @@ class Task:
     """Number of the group of episodes that begin with the same seed and task; None without groups."""
     member: int = 0
     """Its place in the group, from 0 on."""
+    published: str = field(default="", compare=False, repr=False)
+    """The `task_name` of what was published, rules included, for figures; "" at a learner."""
 
     def as_json(self) -> list[Any]:
         """Return the task as it stands in the header of a batch."""
         return [list(self.version), dict(self.values), self.group, self.member]
+
+
+def task_name(values: Mapping[str, Any]) -> str:
+    """Return a task's name: its values as JSON with sorted keys. A long one is cut, and has a digest at its end."""
+    name = orjson.dumps(values, default=str, option=orjson.OPT_SORT_KEYS).decode()
+    if len(name) <= MOST_TASK_NAME:
+        return name
+    return f"{name[: MOST_TASK_NAME - 12]}... {hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 
 
 def stamps(tasks: Sequence[Task | None]) -> tuple[tuple[Task, ...], NDArray[np.int32] | None]:

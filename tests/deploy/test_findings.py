@@ -630,6 +630,10 @@ def test_one_cause_in_many_workers_is_one_finding_with_its_rate() -> None:
     assert (found.whom, found.slots) == ("worker-0, worker-1, worker-2, worker-3", (0, 1, 2, 3))
     assert found.command == "tail /runs/a/logs/worker-0.log"
     assert verdict(facts, [found]) == "Learning. Envs fail (env 0 of worker-0). Nothing lost."
+    for slot, state in workers.items():
+        state["env_failure"] += f'; its task was {{"map":"{"abcd"[slot]}"}}'
+    (found,) = find(facts)
+    assert found.sentence.endswith('ValueError: bad at 0.5; its task was {"map":"a"}'), "tasks are not causes"
 
 
 def test_each_cause_is_a_finding_and_has_its_share_of_the_rate() -> None:

@@ -45,6 +45,7 @@ GROUP = {"kind": "env_exception", "exception": "ValueError", "message": HOSTILE,
 
 def test_the_report_of_an_ended_run_without_redis_has_its_failures_and_its_end(tmp_path: Path) -> None:
     groups = [{**GROUP, "last_unix_s": 5.0}, {**GROUP, "last_unix_s": 9.0, "traceback": f"\x1b[2J{HOSTILE}\nline 2"}]
+    groups.append({**GROUP, "where": "f.py:1", "last_unix_s": 3.0, "tasks": ["a", HOSTILE]})
     ledger = {
         "stepped": 100,
         "committed": [60, 6],
@@ -53,16 +54,21 @@ def test_the_report_of_an_ended_run_without_redis_has_its_failures_and_its_end(t
         "discarded": {"reset": 10},
     }
     ended = {"state": "ended", "ended_unix_s": 1060.0, "ledger": ledger, "balanced": True, "errors": groups}
-    files(tmp_path, summary={**ended, "error": "the env raised", "restarts": {"worker": 2}, "processes": []})
+    tasks: dict[str, Any] = {f"{HOSTILE} 10": {"episodes": 5, "env_failures": 0, "return_mean": 0.9131}}
+    tasks |= {f"{HOSTILE} 2": {"episodes": 1234, "env_failures": 7, "last_unix_s": 9.0}, "garbage": 3}
+    ended |= {"error": "the env raised", "restarts": {"worker": 2}, "processes": [], "tasks": tasks}
+    files(tmp_path, summary=ended)
     page, facts = reported(tmp_path)
     assert facts["state"] == "ended"
     assert facts["verdict"].endswith(
         "with an error: the env raised. 40 of 100 agent steps (40 %) did not reach the learner, each with its reason."
     )
-    assert [group["last_unix_s"] for group in facts["errors"]] == [9.0, 5.0]
+    assert [group["last_unix_s"] for group in facts["errors"]] == [9.0, 5.0, 3.0]
     assert f"\\x1b[2J{HOSTILE}\nline 2" in page.texts
     assert {"dropped: stale", "discarded: reset", f"ValueError: {HOSTILE}"} <= set(page.texts)
     assert facts["restarts"] == {"worker": 2}
+    assert [(one["task"], one["env_failures"]) for one in facts["tasks"]] == [(f"{HOSTILE} 2", 7), (f"{HOSTILE} 10", 0)]
+    assert {f"{HOSTILE} 2", "0.913", "1,234", f"ValueError: {HOSTILE}; task {HOSTILE}"} <= set(page.texts)
 
 
 def test_the_report_of_a_run_with_a_killed_supervisor_is_made_from_its_rows(tmp_path: Path) -> None:
@@ -82,6 +88,7 @@ def test_the_report_of_a_run_with_a_killed_supervisor_is_made_from_its_rows(tmp_
 WRONG_TYPES = {
     **{"state": "ended", "ledger": {"stepped": "x"}, "errors": 7, "restarts": {"x": "y"}, "versions": 3},
     "machine": {"memory_bytes": "x"},
+    "tasks": {"a": {"episodes": "x"}},
 }
 
 

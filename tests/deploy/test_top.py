@@ -20,6 +20,7 @@ from headrace.deploy.annexes.watch.top.top import top as show
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding
 from headrace.deploy.run.redis_view import Snapshot
+from headrace.schemas.basics.bounds import OTHER_TASKS
 from headrace.schemas.errors import ConfigError
 from support.terminal_screen import OnTerminal
 from support.waiting import wait_until
@@ -112,6 +113,25 @@ def test_aborted_episodes_stand_beside_finished_ones() -> None:
     told = "123,456, return 9.5, of finished ones 12.25; length 7,000, of finished ones 51"
     assert f"Aborted episodes {told}" in text_of(head(fleet_state(facts, []), {}, 120))
     assert "finished" not in text_of(head(crowd(2), {}, 120)), "no aborted one, no mean"
+
+
+def test_tasks_stand_in_the_head_the_newest_first() -> None:
+    row = {"episodes": 12_345.0, "env_failures": 2.0, "return_mean": 0.9131, "len_mean": 12.5}
+    tasks: dict[str, Any] = {f'{{"level":{level}}}': {**row, "last_unix_s": 900.0 + level} for level in range(12)}
+    tasks["\x1b[2J"] = {"episodes": 0.0, "env_failures": 1.0, "last_unix_s": 999.0}
+    tasks[OTHER_TASKS] = {"episodes": 1.0, "env_failures": 0.0, "last_unix_s": 1.0}
+    shown = fleet_state(Facts(1000.0, Snapshot(fleet_id="demo", task_figures=tasks)), [])
+    levels = [f'{{"level":{level}}}' for level in range(12)]
+    assert [one["task"] for one in shown["tasks"]] == [r"\x1b[2J", *levels, OTHER_TASKS], "as people count"
+    text = text_of(head(shown, {}, 120))
+    lines = [line for line in text.splitlines() if line.startswith("task ")]
+    assert lines == [
+        r"task         \x1b[2J: episodes 0, env failures 1",
+        'task         {"level":11}: return 0.913, length 12.5, episodes 12.3k, env failures 2',
+        'task         {"level":10}: return 0.913, length 12.5, episodes 12.3k, env failures 2',
+    ]
+    assert "and 11 tasks more" in text
+    assert sum(line.plain.startswith("task ") for line in plain(shown, {}, 120)) == 14
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def honest_hashes() -> dict[str, Hash]:
         "metric_sums": {"3": as_json(golden_samples.sample_model(SumsOfLife).model_dump())},
         "policies": {"default_policy": returns},
         "tasks": {"newest": as_json(KEPT.model_dump())},
+        "task_figures": {'{"level":3}': {"episodes": 9, "env_failures": 1, "return_mean": 0.5, "last_unix_s": 1.5}},
     }
 
 

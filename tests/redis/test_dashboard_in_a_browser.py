@@ -20,6 +20,7 @@ from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.process_state import ProcessState
+from headrace.schemas.basics.bounds import OTHER_TASKS
 from headrace.schemas.messages.learner_messages import LEARNER_PARTS
 from headrace.schemas.settings.config import FleetConfig, FleetSection
 from support.browser import Browser, needs_chromium
@@ -103,6 +104,11 @@ def still_fleet(client: Any, fleet_id: str, make_row: MakeRow) -> None:
                 EVIL: {"return_mean": 1.5, "return_min": 1.0, "return_max": 2.0, "len_mean": 41.25, "agents": 4.0},
                 "other": {"return_mean": -1234.5625, "return_min": -2000.0, "return_max": 0.125, "agents": 1500.0},
             },
+            task_figures={
+                EVIL: {"episodes": 310.0, "env_failures": 2.0, "return_mean": 0.9125, "last_unix_s": now - 7200.0},
+                '{"level":10}': {"episodes": 0.0, "env_failures": 1234.0, "last_unix_s": now - 7200.0},
+                OTHER_TASKS: {"episodes": 5.0, "env_failures": 0.0, "len_mean": 12.5, "last_unix_s": now - 7200.0},
+            },
             metrics={EVIL: LoggedMetric(reduce="mean", value=0.0625)},
             metric_sums={},
         )
@@ -119,6 +125,7 @@ def still_fleet(client: Any, fleet_id: str, make_row: MakeRow) -> None:
             "last_unix_s": 1.1e9,
             "traceback": f"{EVIL}\n  line",
             "slots": [1, 3],
+            "tasks": ['{"level":3}', EVIL],
         },
     )
     client.hset(keys.key_name(fleet_id, keys.ERRORS), failed.fingerprint, failed.model_dump_json())
@@ -180,7 +187,7 @@ def test_the_page_shows_the_numbers_of_redis_and_peer_strings_as_plain_text(
         _draws_the_history(browser)
         _goes_along_env_steps(browser)
         # Texts of peers are shown as they are, and nothing of them is an element.
-        for place in ("#fleet", "#policies", "#logged", "#processes", "#workers", "#findings", "#errors pre"):
+        for place in ("#fleet", "#policies", "#tasks", "#logged", "#processes", "#workers", "#findings", "#errors pre"):
             assert EVIL in browser.text(place), place
         assert browser.ask("document.querySelectorAll('main script, main img').length") == 0
         # Sorting and filtering, by keyboard.

@@ -136,6 +136,7 @@ def every_metric() -> dict[str, Any]:
         workers={0: worker, 7: {**worker, "env_hosts": "garbage"}, 9: {"num_envs": 1}},
         lease={"connected": 1, "since_unix_s": 5.0, "committed_unix_s": 6.0},
         policies={"hunter": {"agents": 9.0, **{f"{one}_{end}": 3.0 for one in ("return", "len") for end in PARTS}}},
+        task_figures={'{"level":3}': {"episodes": 9.0, "env_failures": 2.0, "return_mean": 0.5, "len_mean": 12.0}},
         metrics={"goals": LoggedMetric(reduce="sum", value=17.0)},
     )
     return families(
@@ -156,7 +157,7 @@ def test_every_metric_has_a_unit_in_its_help_and_no_counter_has_a_label_for_a_wo
     of_counters = {
         label for family in found.values() if family.type == "counter" for one in family.samples for label in one.labels
     }
-    assert of_counters == {"fleet", "reason", "module", "role", "key"}
+    assert of_counters == {"fleet", "reason", "module", "role", "key", "task"}
     samples = [sample for family in found.values() for sample in family.samples]
     assert {sample.labels.get("fleet") for sample in samples} == {'a "b"\\c'}
 
@@ -168,6 +169,8 @@ def test_the_rows_of_workers_are_added_up_and_what_the_learner_logged_has_its_na
         **{"envs_rss_bytes": 2000, "env_hosts_connected": 1, "env_hosts_wanted": 2, "disk_free_bytes": 1 << 30},
     }
     assert {name: found[f"headrace_{name}"].samples[0].value for name in sums} == sums
+    of_task = [found[f"headrace_task_{name}"].samples[0] for name in ("return", "len", "episodes", "env_failures")]
+    assert [(one.labels["task"], one.value) for one in of_task] == [('{"level":3}', n) for n in (0.5, 12.0, 9.0, 2.0)]
     (loss,) = found["headrace_learner_figure"].samples
     assert (loss.labels["name"], loss.value) == ("loss", 0.25)
     silent = families(Snapshot(), learner_row=LearnerRowView(1, 1, 1.0, 1, 1, {"loss": 0.25}))

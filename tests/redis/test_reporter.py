@@ -109,6 +109,7 @@ def test_the_reporter_writes_exactly_the_brokers_keys_of_the_table(
             metric_sums={"past": SumsOfLife(sums={"goals": 1.0})},
             env_errors={"others": {"kind": "others", "count": 1}},
             tasks={"newest": "{}"},
+            task_figures={"{}": {"episodes": 1.0}},
             events=[{"a": 1}],
         )
     )

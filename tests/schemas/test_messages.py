@@ -184,7 +184,7 @@ BOUNDED_BY_THE_MESSAGE = {
     "Ack": "waiting_for",
     "AgentsStep": "reward info terminated truncated",
     "BatchHeader": "weights_digest agents modules reasons episodes agent_returns agent_lengths aborted frozen_agents "
-    "tasks task_of",
+    "tasks task_of ended_by_task",
     "Bye": "window counters",
     "ChunkShipment": "discarded untrained episodes",
     "ClientPart": "frame_sizes",

@@ -19,6 +19,7 @@ READ = """
       texts(row.cells).slice(1)])]);
   return { state, texts: { tiles: pairs('#tiles'), learner: pairs('#learner'), redis: pairs('#redis'),
     logged: pairs('#logged'), workers: rows('#workers'), policies: rows('#policies'), peers: rows('#peers'),
+    tasks: rows('#tasks'),
     processes: rows('#processes'),
     ledger: Object.fromEntries([...document.querySelectorAll('#fleet-ledger .flow > div')]
       .map((one) => [one.dataset.of, texts(one.querySelectorAll('strong, li'))])),
@@ -50,6 +51,7 @@ def page_texts(state: dict[str, Any]) -> Texts:
                 for one in state["policies"]
             },
         },
+        "tasks": _tasks(state["tasks"]),
         "peers": _peers(state["workers"]),
         "processes": _processes(state["processes"]),
         "ledger": _ledger(state["ledger"]),
@@ -102,6 +104,15 @@ def _workers(columns: list[dict[str, str]], workers: list[dict[str, Any]]) -> di
     return {"": [column["title"] for column in columns], **shown}
 
 
+def _tasks(tasks: list[dict[str, Any]]) -> dict[str, list[str]]:
+    rows = {"": ["Task", "Mean return", "Mean length", "Episodes", "Env failures", "Last"]}
+    for one in tasks:
+        means = [some(one.get(name)) for name in ("return_mean", "len_mean")]
+        counts = [whole(one[name]) for name in ("episodes", "env_failures")]
+        rows[one["task"]] = [*means, *counts, f"{span(one['last_age_s'])} ago"]
+    return rows
+
+
 def _peers(workers: list[dict[str, Any]]) -> dict[str, list[str]]:
     rows = {"": ["Worker", "Env hosts", "Clients", "Requests/s", "Median", "95 %"]}
     for one in workers:
@@ -149,7 +160,9 @@ def _error(one: dict[str, Any]) -> list[str]:
     ended = f"last {clock(one['last_unix_s'])} ({span(one['last_age_s'])} ago)"
     slots = "workers " + ", ".join(map(str, one["slots"]))
     where = f"{one['kind']} in {one['env']}"
-    return [f"{times} {one['message']}", joined(where, f"at {one['where']}", began, ended, slots), one["traceback"]]
+    tasks = f"tasks {', '.join(one['tasks'])}" if "tasks" in one else ""
+    times_and_places = joined(where, f"at {one['where']}", began, ended, slots, tasks)
+    return [f"{times} {one['message']}", times_and_places, one["traceback"]]
 
 
 def joined(*parts: str) -> str:

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
-from headrace.schemas.chunks.task import groups_of, spread
+from headrace.schemas.basics.bounds import MOST_TASK_NAME
+from headrace.schemas.chunks.chunk import DEFAULT_AGENT, ChunkEnd, EpisodeChunk
+from headrace.schemas.chunks.task import groups_of, spread, task_name
 from headrace.schemas.errors import ConfigError, EncodeError
 from headrace.schemas.messages import Tasks, WeightedTask
+from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.adapters.gym_vector_env import GymVectorEnv
 from headrace.workers.callbacks import RunnerCallback
@@ -256,7 +258,54 @@ def test_a_task_that_envs_refuse_is_left_out_after_three_times(
     assert all("{'level': 2.0}" in text for text in left_out)
     failures = [r.getMessage() for r in caplog.records if "failed at reset" in r.getMessage()]
     assert failures
-    assert all("its task was {'level': 2.0}" in text for text in failures)
+    assert all('its task was {"level":2.0}' in text for text in failures)
+    assert sampler.totals.newest_env_failure.endswith('; its task was {"level":2.0}')
+    [group] = sampler.totals.failure_groups.all()
+    assert group.tasks == ['{"level":2.0}'] * group.count
+
+
+@pytest.mark.parametrize("env", [Taught, Pair], ids=["one agent", "two agents"])
+def test_an_env_that_fails_at_a_step_names_its_task_however_long_the_error(env: Any) -> None:
+    sampler = runner(env, num_envs=1, env_config={"breaks": 2.0}, env_restart_attempts=50)
+    sampler.set_tasks(told(1, 2.0))
+    while sampler.totals.env_failures < 2:
+        sampler.sample_fragment()
+    failure = sampler.totals.newest_env_failure
+    assert failure.startswith("env_exception in env 0 at step 3: RuntimeError: broken xxx")
+    assert failure.endswith('xxx; its task was {"level":2.0}')
+    assert len(failure) == MOST_SHORT_DETAIL
+    [group] = sampler.totals.failure_groups.all()
+    assert group.tasks == ['{"level":2.0}'] * sampler.totals.env_failures
+    sampler.stop()
+
+
+@pytest.mark.parametrize("env", [Taught, Pair], ids=["one agent", "two agents"])
+def test_episodes_count_for_the_task_as_published_so_a_spread_is_one(env: Any) -> None:
+    given = {"name": "a", "level": spread(1.0, 3.0)}
+    sampler = runner(env)
+    chunks = sample(sampler, told(1, 7.0), 4, Tasks(version=(1, 2), tasks=[WeightedTask(values=given)]), 8)
+    ended: dict[str, list[int]] = {}
+    for chunk in chunks:
+        if chunk.is_done and chunk.task is not None and chunk.agent_id in ("a", DEFAULT_AGENT):
+            ended.setdefault('{"level":7.0}' if chunk.task.version == (1, 1) else SPREAD_NAME, []).append(
+                chunk.episode_length
+            )
+    agents = 1 if env is Taught else 2
+    assert len(ended) == 2
+    assert sampler.totals.ended_by_task == {
+        task: (len(lengths), float(agents * sum(lengths)), sum(lengths)) for task, lengths in ended.items()
+    }
+    assert len({chunk.task.values["level"] for chunk in chunks if chunk.task and chunk.task.version == (1, 2)}) == 3
+
+
+SPREAD_NAME = '{"level":{"spread":[1.0,3.0,"fleet","linear"]},"name":"a"}'
+
+
+def test_long_names_of_tasks_are_cut_and_differ() -> None:
+    first, second = (task_name({"text": "x" * 4000 + end}) for end in "ab")
+    assert (len(first), len(second)) == (MOST_TASK_NAME, MOST_TASK_NAME)
+    assert first != second
+    assert task_name({"b": 1, "a": 2}) == task_name({"a": 2, "b": 1}) == '{"a":2,"b":1}'
 
 
 def test_a_task_that_is_left_out_leaves_its_share_to_the_others_in_proportion() -> None:

@@ -96,7 +96,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         if not episode.trains:
             self._metrics.add_untrained(whole, episode.t)
             return
-        self._metrics.add_episode(whole, episode.t, episode.duration_s, agents, modules)
+        self._metrics.add_episode(whole, episode.t, episode.duration_s, agents, modules, episode.task)
 
     def get_metrics(self) -> dict[str, Any]:
         """See `EnvRunner`. Figures that have no value are absent, and steps without an answer are not counted yet.

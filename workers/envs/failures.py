@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace.schemas.accounts.env_errors import OF_TASK
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.basics.printable import plain, without_episode
-from headrace.schemas.chunks.task import Task
+from headrace.schemas.chunks.task import Task, task_name
 from headrace.schemas.errors import (
     CallbackError,
     EnvContractError,
@@ -27,6 +28,7 @@ from headrace.schemas.errors import (
     HeadraceError,
 )
 from headrace.schemas.errors.episodes import ClientLostError, EpisodeAbortedError
+from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
 from headrace.workers.envs.context import StepFailedRecreateEnv
 from headrace.workers.envs.error_text import message_of
 from headrace.workers.metrics.totals import FailureGroups, first_bytes, last_bytes
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PLAIN = str, bytes, int, float, complex, np.generic, np.ndarray
+_MOST_OF_TASK = MOST_SHORT_DETAIL // 2
 _PLACE = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 _REASONS: dict[type[BaseException], Discard] = {
@@ -65,7 +68,7 @@ class Failure:
     hint: str = ""
     """In words, that its action was outside the env's space."""
     task: Task | None = None
-    """The task of a reset ahead that failed, before there was an episode for it."""
+    """The task of its episode, or of the reset that failed."""
     view: Any = None
     """The sampler's view of the open episode, if a callback is to see it."""
 
@@ -91,6 +94,12 @@ class Failure:
         """Return whether the env asked to be rebuilt, which is no error."""
         return isinstance(self.error, StepFailedRecreateEnv)
 
+    @property
+    def about(self) -> str:
+        """Return what may explain it, in words: the hint, and the task; "" without both."""
+        task = f"{OF_TASK}{task_name(self.task.values)}" if self.task is not None else ""
+        return f"{self.hint}{task}".removeprefix("; ")
+
     def note(self, groups: FailureGroups, env: Any) -> None:
         """Count it in its group. A request to be rebuilt, or a failure caused by a neighbour, does not count."""
         error = self.error
@@ -100,12 +109,17 @@ class Failure:
             error = error.__cause__
         kind = error.kind if isinstance(error, EnvRaisedError) else type(error).__name__
         message = error.message if isinstance(error, EnvRaisedError) else message_of(error).partition("\n")[0]
-        groups.note(self.reason.value, _name_of(env), kind, _where(error), message, lambda: _trace(error))
+        task = self.task.published if self.task is not None else ""
+        groups.note(self.reason.value, _name_of(env), kind, _where(error), message, lambda: _trace(error), task)
 
     def in_words(self) -> str:
-        """Return its kind, env, step and error, on one line."""
+        """Return its kind, env, step, error and task, on one line. An error is cut where a task stands behind it."""
         error = f"{type(self.error).__name__}: {message_of(self.error)}{self.hint and f'; {self.hint}'}"
-        return f"{self.reason.value} in env {self.lane} at {without_episode(self.at)}: {' '.join(error.split())}"
+        said = f"{self.reason.value} in env {self.lane} at {without_episode(self.at)}: {' '.join(error.split())}"
+        if self.task is None:
+            return said
+        task = f"{OF_TASK}{task_name(self.task.values)}"[:_MOST_OF_TASK]
+        return said[: MOST_SHORT_DETAIL - len(task)] + task
 
     def report(self, wait_s: float, attempt: int, attempts: int, *, with_traceback: bool) -> None:
         """Log the failure in one line, and with the traceback if that was not logged before."""
@@ -121,7 +135,7 @@ class Failure:
             self.lane,
             self.at,
             type(error).__name__,
-            f"{said}; {self.hint}" if self.hint else said,
+            f"{said}; {self.about}" if self.about else said,
             self.discarded,
             f" in {wait_s:.3g} s" if wait_s else "",
             attempt,

@@ -160,26 +160,26 @@ def _is_mended_at_once(
     however long the env goes on failing. Raises the env's error, or `EnvRestartBudgetError`, if it must not be rebuilt.
     """
     lane.due_at = now  # if this raises, the next `revive` tries again
+    failure.task = failure.task or (failure.unbegun.task if failure.unbegun is not None else None)
     failure.note(table.totals.failure_groups, table.config.env)
-    task = failure.task or (failure.unbegun.task if failure.unbegun is not None else None)
-    if task is not None and failure.is_of_env and failure.at == "reset":
-        failure.hint = f"its task was {dict(task.values)!r}"
+    if failure.task is not None and failure.is_of_env and failure.at == "reset":
         table.tasks.note_begun(table.started)
-        table.tasks.refuse(lane.index, task, words_of(failure.error))
+        table.tasks.refuse(lane.index, failure.task, words_of(failure.error))
     if failure.is_of_env:
         table.totals.env_failures += 1
         table.totals.newest_env_failure = failure.in_words()
         lane.failures += 1
     if not table.config.restart_failed_sub_environments:
-        if failure.hint:
-            failure.error.add_note(failure.hint)
+        if failure.about:
+            failure.error.add_note(failure.about)
         raise failure.error
     wait = 0.0
     if failure.is_of_host:
         lane.budget.change_host()
     else:
         try:
-            wait = lane.budget.spend(failure.error, now, failure.hint)
+            remedy = failure.hint or (failure.about and f"{failure.about}; repair the env")
+            wait = lane.budget.spend(failure.error, now, remedy)
         except EnvRestartBudgetError:
             if not leave_host(lane, failure.in_words()):
                 raise

@@ -132,7 +132,7 @@ class Shipper:
         shipment = self._shipment(batch, held, totals)
         self._shipped, self._by_module = shipped, by_module
         if shipment.frames is not None:  # else the header is lost; that of the next batch tells them
-            for told in (self._episodes, self._aborted, self._frozen_agents):
+            for told in (self._episodes, self._aborted, self._frozen_agents, self._runner.ended_by_task):
                 told.clear()
         self._recorder.totals(totals, held)
         self._session.submit(shipment)
@@ -191,6 +191,7 @@ class Shipper:
             agent_lengths=[length for _, length in agents],
             aborted=list(self._aborted),
             frozen_agents=list(self._frozen_agents),
+            ended_by_task=[(task, *ended) for task, ended in self._runner.ended_by_task.items()],
             totals=totals,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import StateError
 from headrace.workers.metrics.logger import FigureWindow, MetricsLogger, Path, build_report
 from headrace.workers.metrics.timers import TIMERS
@@ -66,7 +67,8 @@ class RunnerMetrics:
         self.count_steps({agent: batch.steps}, {module: batch.steps}, {agent: batch.steps})
         if not returns:
             return 0
-        self._add_episodes(returns, lengths)
+        numbers = [] if batch.task_of is None else batch.task_of[: len(table)][done].tolist()
+        self._add_episodes(returns, lengths, [batch.tasks[number - 1] if number else None for number in numbers])
         self._window_of("agent_episode_returns_mean", agent).extend(returns)
         self._window_of("agent_steps", agent).extend(lengths)
         self._window_of("module_episode_returns_mean", module).extend(returns)
@@ -109,20 +111,24 @@ class RunnerMetrics:
         duration_s: float,
         agents: Mapping[str, tuple[float, int]],
         modules: Mapping[str, float],
+        task: Task | None = None,
     ) -> None:
         """Count an episode of several agents, delivered to its end.
 
         `agents` has (return, steps) by agent, `modules` the return by module.
         """
         self._durations.append(duration_s)
-        self._add_episodes([episode_return], [length])
+        self._add_episodes([episode_return], [length], [task])
         for agent, (agent_return, steps) in agents.items():
             self._window_of("agent_episode_returns_mean", agent).append(agent_return)
             self._window_of("agent_steps", agent).append(steps)
         for module, module_return in modules.items():
             self._window_of("module_episode_returns_mean", module).append(module_return)
 
-    def _add_episodes(self, returns: list[float], lengths: list[int]) -> None:
+    def _add_episodes(self, returns: list[float], lengths: list[int], tasks: Iterable[Task | None] = ()) -> None:
+        for earned, length, task in zip(returns, lengths, tasks, strict=False):  # none: no episode had a task
+            if task is not None:
+                self._totals.count_ended(task.published, earned, length)
         self._returns.extend(returns)
         self._lengths.extend(lengths)
         self._finished.extend(zip(returns, lengths, strict=True))

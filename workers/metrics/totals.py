@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
-from headrace.schemas.accounts.env_errors import MOST_GROUPS, MOST_TRACEBACK, OTHERS, EnvErrorGroup, fingerprint_of
+from headrace.schemas.accounts.env_errors import (
+    MOST_GROUPS,
+    MOST_TOLD_TASKS,
+    MOST_TRACEBACK,
+    OTHERS,
+    EnvErrorGroup,
+    fingerprint_of,
+)
 from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.basics.bounds import MOST_TASKS, OTHER_TASKS
 from headrace.schemas.chunks.batch import MOST_ENDED
 from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.metrics.timers import Timers
@@ -22,9 +31,16 @@ class FailureGroups:
         self._turn = 0
 
     def note(
-        self, kind: str, env: str, exception: str, where: str, message: str, read_traceback: Callable[[], str]
+        self,
+        kind: str,
+        env: str,
+        exception: str,
+        where: str,
+        message: str,
+        read_traceback: Callable[[], str],
+        task: str = "",
     ) -> None:
-        """Count a failure. Read the traceback only for a new group."""
+        """Count a failure, of an episode with this task or without one. Read the traceback only for a new group."""
         env, exception, where, now = env[:200], exception[:200], where[-300:], time.time()
         name = fingerprint_of(kind, env, exception, where)
         if name not in self._groups and len(self._groups) >= MOST_GROUPS:
@@ -36,7 +52,8 @@ class FailureGroups:
             )
         else:
             known = known.model_copy(update={"count": known.count + 1})
-        self._groups[name] = known.model_copy(update={"message": message[:500], "last_unix_s": now})
+        tasks = [*known.tasks, task][-MOST_TOLD_TASKS:] if task or known.tasks else []
+        self._groups[name] = known.model_copy(update={"message": message[:500], "last_unix_s": now, "tasks": tasks})
 
     def next(self) -> EnvErrorGroup | None:
         """Return the next group in turn, for ever; None without any."""
@@ -96,8 +113,17 @@ class RunnerTotals:
     env_rebuilds: int = _reported("num_env_rebuilds_lifetime")
     aborted: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MOST_ENDED), compare=False)
     """(return, env steps) of episodes that were aborted and are in no batch header yet."""
+    ended_by_task: dict[str, tuple[int, float, int]] = field(default_factory=dict, compare=False)
+    """Task -> (episodes, sum of returns, sum of env steps) of those that ended and are in no batch header yet."""
     timers: Timers = field(default_factory=Timers, compare=False)
     calls: CallMark = field(default_factory=CallMark, compare=False)
+
+    def count_ended(self, task: str, episode_return: float, length: int) -> None:
+        """Count an episode that ended, by the name of its task."""
+        name = task if task in self.ended_by_task or len(self.ended_by_task) < MOST_TASKS else OTHER_TASKS
+        episodes, returns, lengths = self.ended_by_task.get(name, (0, 0.0, 0))
+        if math.isfinite(returns + episode_return):
+            self.ended_by_task[name] = episodes + 1, returns + episode_return, lengths + length
 
     def discard(self, reason: Discard, steps: int, env_steps: int | None = None) -> None:
         """Count `steps` that will not become a chunk, open or never opened. `env_steps` None: each was an env step."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from headrace.schemas.chunks.task import Place, Task, values_at
+from headrace.schemas.chunks.task import Place, Task, task_name, values_at
 from headrace.schemas.messages import Tasks
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.randomness.seeds import SeedTree
@@ -56,6 +56,7 @@ class TaskDraws:
             return
         self.refused = ""
         self._told = told if told is not None and told.tasks else None
+        self._names = [task_name(task.values) for task in told.tasks] if told is not None else []
         self._first: dict[int, int] = {}
         """Lane -> number of its first episode under this version."""
         self._next: dict[int, tuple[int, Opening]] = {}
@@ -90,7 +91,7 @@ class TaskDraws:
             key = (self._worker, self._incarnation, lane, _TASK_STREAM, number)
             index = self._pick(np.random.SeedSequence(self._entropy, spawn_key=key))
         place = Place(self._worker, self._workers, lane, self._width)
-        return None, Task(told.version, values_at(told.tasks[index].values, place)), index
+        return None, Task(told.version, values_at(told.tasks[index].values, place), published=self._names[index]), index
 
     def _draw_in_group(self, told: Tasks, lane: int, number: int) -> Opening:
         workers, width = self._workers, self._width
@@ -105,7 +106,8 @@ class TaskDraws:
         index = self._pick(root.spawn(1)[0])
         if index in self._left_out:
             return seed, None, -1
-        return seed, Task(told.version, values_at(told.tasks[index].values, place), group, member), index
+        values = values_at(told.tasks[index].values, place)
+        return seed, Task(told.version, values, group, member, self._names[index]), index
 
     def _pick(self, root: np.random.SeedSequence) -> int:
         """Return the index of a task, drawn by the weights."""

@@ -253,6 +253,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         lane = self.envs.lanes[failure.lane]
         if lane.episode is not None:
             failure.view = self.steps.look_back(lane, lane.episode, failure)
+            failure.task = failure.task or lane.episode.task
             self._note_aborted(lane.episode, failure.view)
             if self._events.watches_failures:
                 self._events.aborted(failure.view, failure.reason)

@@ -27,7 +27,8 @@ SPACE = gym.spaces.Box(-2.0, np.inf, (4,), np.float64)
 class Optioned(gym.Env[Any, Any]):
     """Gets its task as options. An observation is (level, seed, step, a number drawn at the reset).
 
-    The config's "length" is that of an episode, "refused" a level that its reset refuses. With "die" a file's path, env
+    The config's "length" is that of an episode, "refused" a level that its reset refuses, "breaks" one that fails at
+    step 3. With "die" a file's path, env
     0 kills its process once at step 3.
     """
 
@@ -53,6 +54,8 @@ class Optioned(gym.Env[Any, Any]):
         if self._index == 0 and self._t == 3 and (path := self._config.get("die")) and not Path(path).exists():
             Path(path).touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._t == 3 and self._level == self._config.get("breaks"):
+            raise RuntimeError("broken " + "x" * 300)
         return self._seen(), 1.0, self._t == self._config.get("length", 5) + self._index, False, {}
 
     def _seen(self) -> NDArray[np.float64]:

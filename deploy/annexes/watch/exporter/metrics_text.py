@@ -56,6 +56,13 @@ _DISK_FREE = ("disk_free_bytes", "bytes: free on the disk of the run directory")
 _POLICY = ("policy_return", "return: of the newest agents that this policy played. statistic is mean, min or max")
 _POLICY_LENGTH = ("policy_len", "agent steps: of the same agents' episodes. statistic is as of policy_return")
 _POLICY_AGENTS = ("policy_agents", "agents: that policy_return and policy_len are taken over")
+_OF_TASK = {
+    "return_mean": ("task_return", "return: mean of the newest episodes with this task, at most 100"),
+    "len_mean": ("task_len", "env steps: mean length of the same episodes"),
+    "episodes": ("task_episodes", "episodes: finished with this task"),
+    "env_failures": ("task_env_failures", "failures: of envs that had this task"),
+}
+"""Tasks that are summed up as "other tasks" lose their own samples. One that comes again begins at 0."""
 _FINDINGS = ("findings", "problems: of each kind that `headrace why` names now")
 _LOGGED = ("callback_metric", "as logged: what callbacks logged under this name, over all workers")
 _LEARNER_FIGURE = ("learner_figure", "as logged: what the learner logged under this name in its newest row")
@@ -222,6 +229,11 @@ def _add_derived(families: _Families, snapshot: Snapshot, labels: Mapping[str, s
                     _add_own(families, metric, value, {**labels, "module": module, "statistic": statistic})
         if "agents" in values:
             _add_own(families, _POLICY_AGENTS, values["agents"], {**labels, "module": module})
+    for task, values in sorted(snapshot.task_figures.items()):
+        for name, (own, meaning) in _OF_TASK.items():
+            if name in values:
+                kind, suffix = ("gauge", "") if name.endswith("_mean") else ("counter", "_total")
+                families.add(PREFIX + own, meaning, values[name], {**labels, "task": task}, kind, suffix)
     for name, logged in sorted(snapshot.metrics.items()):
         _add_own(families, _LOGGED, logged.value, {**labels, "name": name})
 

@@ -72,6 +72,7 @@ def report_html(facts: Mapping[str, Any], series: RunSeries) -> str:
             *_curves(charts, series),
             "<h2>Ledger</h2>",
             *_ledger(facts),
+            *_tasks(facts["tasks"]),
             "<h2>Failures of envs</h2>",
             *_errors(facts["errors"]),
             "<h2>Evaluations</h2>",
@@ -195,6 +196,23 @@ def _ledger(facts: Mapping[str, Any]) -> Iterator[str]:
     yield "".join(paragraph(_bounded(warning), "warn") for warning in audit["warnings"][:MOST_ROWS])
 
 
+def _tasks(tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not tasks:
+        return
+    yield "<h2>Tasks</h2>"
+    rows = [
+        (
+            _bounded(one["task"]),
+            *(_value(one.get(name)) for name in ("return_mean", "len_mean")),
+            *(_count(one.get(name)) for name in ("episodes", "env_failures")),
+            _moment(one.get("last_unix_s")),
+        )
+        for one in tasks[:MOST_ROWS]
+    ]
+    columns = ("task", "mean return", "mean length", "episodes", "failures of envs", "last")
+    yield table("means are over the newest 100 episodes of a task", columns, rows)
+
+
 def _errors(errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if not errors:
         yield paragraph("None is known.", "dim")
@@ -202,7 +220,8 @@ def _errors(errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     rows = [
         (
             _bounded(one["kind"]),
-            _bounded(f"{one['exception']}: {one['message']}" if one["exception"] else one["message"]),
+            _bounded(f"{one['exception']}: {one['message']}" if one["exception"] else one["message"])
+            + _bounded("".join(f"; task {task}" for task in one.get("tasks", ())[-1:])),
             _bounded(one["where"]),
             ", ".join(map(str, one["slots"])),
             _moment(one["first_unix_s"]),

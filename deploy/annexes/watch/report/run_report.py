@@ -16,7 +16,9 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
+from headrace.broker.redis.parser import HashParser
 from headrace.deploy.annexes.watch.report.run_series import RunSeries
+from headrace.deploy.annexes.watch.state.fleet_state import tasks_of
 from headrace.deploy.loggers import Row
 from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.monitoring.bottleneck import find_bottleneck
@@ -72,6 +74,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], RunSeries]:
         "error": told.get("error"),
         "restarts": _restarts(told, series),
         "processes": _processes(page, told, state),
+        "tasks": tasks_of(_tasks(snapshot, told if state == "ended" else {}), time.time()),
         "errors": _errors(snapshot, told if state == "ended" else {}),
         "evaluations": EvaluationLog(run_dir).take_new(),
         "marks": [{"elapsed_s": round(at, 1), "what": what} for at, what in series.marks],
@@ -120,6 +123,14 @@ def _errors(snapshot: Snapshot | None, told: Mapping[str, Any]) -> list[dict[str
         return plain_errors(_ERRORS.validate_python(told.get("errors", [])))
     except ValidationError:
         return []
+
+
+def _tasks(snapshot: Snapshot | None, told: Mapping[str, Any]) -> Mapping[str, Mapping[str, float]]:
+    """Return the figures of tasks, from Redis, else as they were at the end of the run."""
+    if snapshot is not None:
+        return snapshot.task_figures
+    found = {task.encode(): orjson.dumps(own) for task, own in _object(told, "tasks").items()}
+    return HashParser().task_figures(found)
 
 
 def _books(run_dir: Path, told: Mapping[str, Any]) -> tuple[Snapshot | None, dict[str, Any]]:

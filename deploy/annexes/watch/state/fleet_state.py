@@ -10,7 +10,8 @@ tiles                those that the page and `top` show, as texts: key, title, t
 columns              of the table of workers: key (the member of a row), title, unit
 labelled             those with a label: {name: {value of the label: number}}
 ledger               agent steps from stepped to committed, with each loss by its name
-policies, logged     returns by module; metrics that callbacks logged
+policies, tasks      returns by module; figures by task
+logged               metrics that callbacks logged
 workers              a row for each slot, by slot
 errors               failures of envs, grouped, the newest first
 processes            a row for each process, with CPU and memory, those that tell of themselves included
@@ -20,6 +21,7 @@ learner              its lease, its newest logged row
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -38,6 +40,7 @@ from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, add_up
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.accounts.redis_keys import unlabelled
+from headrace.schemas.basics.bounds import OTHER_TASKS
 from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import RedisUnavailableError
 
@@ -102,6 +105,7 @@ def fleet_state(facts: Facts, findings: list[Finding], slow: SlowFacts | None = 
             {"module": module, **numbers, "quantiles": dict(snapshot.policy_quantiles.get(module, {}))}
             for module, numbers in sorted(snapshot.policies.items())
         ],
+        "tasks": tasks_of(snapshot.task_figures, facts.unix_s),
         "logged": {name: metric.value for name, metric in sorted(snapshot.metrics.items())},
         "workers": workers,
         "errors": list(_env_errors(snapshot, facts.unix_s)),
@@ -115,8 +119,23 @@ def _env_errors(snapshot: Snapshot, unix_s: float) -> Iterator[Document]:
     """Yield the groups of failures of envs, the newest first. What an env wrote has its control characters escaped."""
     for name, row in sorted(snapshot.errors.items(), key=lambda item: -item[1].last_unix_s):
         plain = {"fingerprint": name, **row.model_dump(mode="json", exclude={"lives"})}
-        texts = {fact: printable(text) for fact, text in plain.items() if isinstance(text, str)}
+        texts: Document = {fact: printable(text) for fact, text in plain.items() if isinstance(text, str)}
+        if row.tasks:
+            texts["tasks"] = [printable(task) for task in row.tasks]
         yield {**plain, **texts, "last_age_s": max(0.0, unix_s - row.last_unix_s)}
+
+
+def tasks_of(figures: Mapping[str, Mapping[str, float]], unix_s: float) -> list[Document]:
+    """Return the figures of each task, by name with numbers in their order, and those of all others together."""
+    return [
+        {"task": printable(task), **own, "last_age_s": max(0.0, unix_s - own.get("last_unix_s", unix_s))}
+        for task, own in sorted(figures.items(), key=lambda item: _in_order(item[0]))
+    ]
+
+
+def _in_order(task: str) -> tuple[bool, list[tuple[int, str]]]:
+    parts = re.findall(r"\d+|\D+", task)
+    return task == OTHER_TASKS, [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 class StateReader:

@@ -40,6 +40,7 @@ _SPARK = 14
 _LABEL = 17
 _WIDTHS = {"slot": 7, "status": 15, "host": 20}
 """Widths of columns with text, and of the first. The others have room for their headings and a short number."""
+_OF_TASK = {"return_mean": "return", "len_mean": "length", "episodes": "episodes", "env_failures": "env failures"}
 _TROUBLE = "yellow"
 _LONGEST = 400
 
@@ -118,7 +119,7 @@ def screen(document: Document, curves: Curves, width: int, height: int) -> list[
 
 def plain(document: Document, curves: Curves, width: int) -> list[Text]:
     """Return everything at once, for a pipe or a file."""
-    lines = [*head(document, curves, width, most=len(document["findings"])), Text()]
+    lines = [*head(document, curves, width, most=max(len(document["findings"]), len(document["tasks"]))), Text()]
     return [*lines, *_table(document, width, None)]
 
 
@@ -139,6 +140,7 @@ def head(document: Document, curves: Curves, width: int, most: int = _MOST_FINDI
     lines += _numbers(document, curves, width)
     lines += _shares(document)
     lines += _errors(document)
+    lines += _tasks(document, most)
     return lines
 
 
@@ -205,11 +207,21 @@ def _shares(document: Document) -> Iterator[Text]:
             yield Text(f"{label + ' time':<13}", style="dim").append(_line(", ".join(parts)), style="default")
 
 
+def _tasks(document: Document, most: int) -> Iterator[Text]:
+    tasks = sorted(document["tasks"], key=lambda one: one["last_age_s"])[: max(most, _MOST_FINDINGS)]
+    for one in tasks:
+        said = [f"{title} {short_number(one[name])}" for name, title in _OF_TASK.items() if name in one]
+        yield Text("task         ", style="dim").append(_line(f"{one['task']}: {', '.join(said)}"), style="default")
+    if len(document["tasks"]) > len(tasks):
+        yield Text(f"  and {len(document['tasks']) - len(tasks)} tasks more: headrace dashboard", style="dim")
+
+
 def _errors(document: Document) -> Iterator[Text]:
     for one in document["errors"][:1]:
         said = (
             f"{one.get('count', 1):,} x {one.get('exception', '')}: {one.get('message', '')} ({one.get('where', '')})"
         )
+        said += f", task {one['tasks'][-1]}" if one.get("tasks") else ""
         yield Text(_line(f"env errors   {said}"), style="yellow")
 
 

@@ -94,7 +94,7 @@ function showErrors(groups) {
     say(head.children[1], group.message);
     say(times, filled([`${group.kind} in ${group.env}`, group.where && `at ${group.where}`,
       `first ${moment(group.first_unix_s)}`, `last ${clock(group.last_unix_s)} (${duration(group.last_age_s)} ago)`,
-      group.slots.length && `workers ${group.slots.join(", ")}`]));
+      group.slots.length && `workers ${group.slots.join(", ")}`, group.tasks && `tasks ${group.tasks.join(", ")}`]));
     say(details.children[1], group.traceback);
     details.hidden = !group.traceback;
   });
@@ -184,6 +184,14 @@ const POLICY_COLUMNS = [
   ["Most", (p) => some(p.return_max)],
   ["Mean length", (p) => some(p.len_mean)],
   ["Agents", (p) => whole(p.agents)],
+];
+const TASK_COLUMNS = [
+  ["Task", (t) => t.task],
+  ["Mean return", (t) => some(t.return_mean)],
+  ["Mean length", (t) => some(t.len_mean)],
+  ["Episodes", (t) => whole(t.episodes)],
+  ["Env failures", (t) => whole(t.env_failures)],
+  ["Last", (t) => `${duration(t.last_age_s)} ago`],
 ];
 const PEER_COLUMNS = [
   ["Worker", (w) => w.name],
@@ -289,6 +297,8 @@ function show(s) {
   showWorkers(s);
   $("policies-box").hidden = !s.policies.length;
   showTable($("policies"), POLICY_COLUMNS, s.policies, (p) => p.module);
+  $("tasks-box").hidden = !s.tasks.length;
+  showTable($("tasks"), TASK_COLUMNS, s.tasks, (t) => t.task);
   showLearner(s);
   const peers = s.workers.filter((w) => w.env_hosts || w.serving);
   $("peers-box").hidden = !peers.length;
