@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import signal
 import subprocess
 import sys
@@ -104,14 +103,12 @@ def test_a_teacher_adds_doors_that_all_envs_of_its_fleet_get(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_teacher_replays_the_levels_that_are_not_learnt_yet(tmp_path: Path) -> None:
-    command = [sys.executable, "level_replay.py", str(tmp_path / "run"), "--steps", "60000"]
+def test_a_teacher_that_replays_levels_teaches_the_first_ones_sooner_than_equal_draws(tmp_path: Path) -> None:
+    command = [sys.executable, "level_replay.py", str(tmp_path / "run"), "--steps", "21000"]
     done = subprocess.run(command, cwd=EXAMPLES_FOLDER, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    said = re.findall(r"steps: (\d+) levels learnt, mean return over all (\S+); (\S+) of", done.stdout)
-    late = [(float(mean), float(passed)) for learnt, mean, passed in said if int(learnt) >= 55]
-    # drawn equally often, episodes pass as often as the mean says; drawn where there is most to learn, less often
-    assert any(passed < mean - 0.1 for mean, passed in late), done.stdout
+    learnt = [int(line.split()[2]) for line in done.stdout.splitlines() if "steps:" in line]
+    assert learnt[-1] >= 8, done.stdout  # 12 to 17 in 14 runs, and 0 to 4 in 6 that drew all levels equally often
 
 
 # -- parts of the DQN --------------------------------------------------------------------------------------------------
