@@ -9,7 +9,7 @@ its oldest batches when it holds too many, and those that were settled before a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -19,7 +19,18 @@ from headrace.broker.batches.limits import RECONCILE_WAIT_S, BrokerLimits, Group
 from headrace.broker.batches.source import Source, StoredBatch
 from headrace.broker.sessions.learner_sessions import LearnerSessions
 from headrace.broker.sessions.outbox import Outbox
-from headrace.schemas.accounts.ledger import Count, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus, total_of
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import (
+    Count,
+    Discard,
+    Drop,
+    HeldBatch,
+    LedgerRow,
+    Settled,
+    WorkerTotals,
+    plus,
+    total_of,
+)
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.messages import Skip
 
@@ -89,23 +100,36 @@ class ConsumerGroup:
 
     def ended(self, source: Source) -> None:
         """Hear that no batch of this life comes any more."""
-        own = self.store.source(*source.key)
-        self._closed[source.key] = source
-        self._close(source)
-        self.store.end(own, source.end_reason)
+        if not self.store.is_folded(*source.key):
+            self._closed[source.key] = source
+            self._close(source)
+            self.store.end(self.store.source(*source.key), source.end_reason)
 
     def forget(self, source: Source) -> None:
         """Hear that the core forgets a life. Close its books here now, whoever has been heard."""
         self._close(source, at_once=True)
 
+    def restore(self, rows: Iterable[LedgerRow], folded: Mapping[int, FoldedLives]) -> None:
+        """Take over the group's books that an earlier broker left."""
+        self.folding.adopt(folded)
+        for row in rows:
+            self.store.restore(row)
+            if row.closed:
+                self.ended(_as_told(row))
+
     def _close(self, source: Source, *, at_once: bool = False) -> None:
         """Close the books of a life as the core's are closed, once the group's reader has told which batches it has."""
+        if self.store.is_folded(*source.key):
+            self._closed.pop(source.key, None)
+            return
         own = self.store.source(*source.key)
         if not source.closed or not (self.store.is_reconciled or at_once):
             return
         self._closed.pop(source.key, None)
         if own.closed:
             return
+        if source.restored is not None:
+            source = _as_told(source.restored)
         self.store.prove(own, source.totals)
         own.adopt_with_learner(0.0)
         if own.accepted < source.accepted:
@@ -150,16 +174,15 @@ class ConsumerGroup:
 
     # -- the books ----------------------------------------------------------------------------------------------------
 
-    def row(self, source: Source) -> LedgerRow | None:
-        """Return the group's books of a life, with what its worker has told last."""
-        own = self.store.source(*source.key)
-        if not own.closed and source.totals.seq == own.accepted:
+    def rows(self, sources: Mapping[tuple[int, int], Source]) -> list[LedgerRow]:
+        """Return the group's books of each life, with what workers have told the core's `sources` last."""
+        rows = (self._row(own, sources.get(key)) for key, own in self.store.sources.items())
+        return [row for row in rows if row is not None]
+
+    def _row(self, own: Source, source: Source | None) -> LedgerRow | None:
+        if source is not None and not own.closed and source.totals.seq == own.accepted:
             own.totals = source.totals
         return own.ledger_row()
-
-    def rows(self, sources: Iterable[Source]) -> list[LedgerRow]:
-        """Return the group's books of these lives, as far as they are known."""
-        return [row for row in map(self.row, sources) if row is not None]
 
     @property
     def lag_steps(self) -> int:
@@ -169,6 +192,15 @@ class ConsumerGroup:
     def oldest_age_s(self, now: float) -> float:
         """Return for how many seconds the broker has held the group's oldest batch; 0 for none."""
         return max((now - held.at for held in self.store.held() if held.at), default=0.0)
+
+
+def _as_told(row: LedgerRow) -> Source:
+    """Return the life of a closed row, as the broker that closed it knew it. What was lost counts as one batch."""
+    steps, chunks = total_of(row.lost.values())
+    left = [HeldBatch(seq=row.totals.seq, steps=steps, chunks=chunks)] if row.lost else []
+    life = Source(row.slot, row.incarnation, accepted=row.totals.seq - len(left), accepted_count=row.accepted)
+    life.close(row.totals, left, next(iter(row.lost), Discard.WORKER_KILLED))
+    return life
 
 
 def skip_of(source: Source, held: StoredBatch) -> Skip:

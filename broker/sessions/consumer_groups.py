@@ -8,7 +8,7 @@ A group exists because the config names it, or because a reader has asked for it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from headrace.broker.batches.batch_store import BatchStore
@@ -18,10 +18,13 @@ from headrace.broker.batches.source import Peer, Source, StoredBatch
 from headrace.broker.sessions.consumer_group import ConsumerGroup, skip_of
 from headrace.broker.sessions.learner_sessions import LearnerSessions
 from headrace.broker.sessions.outbox import Outbox
-from headrace.schemas.accounts.ledger import Settled, WorkerTotals
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.basics.bounds import MOST_GROUPS, Version
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.messages import GroupHello, LearnerWelcome, Skip
+
+_LOOK_S = 1.0
 
 
 class ConsumerGroups(BrokerObserver):
@@ -38,6 +41,7 @@ class ConsumerGroups(BrokerObserver):
         self._state = state
         self._store = store
         self._outbox = outbox
+        self._next_look = now
         for name in {**self.declared, **state.groups}:
             self._open(name, now)
         self._note_holding()
@@ -139,8 +143,18 @@ class ConsumerGroups(BrokerObserver):
         for group in self.by_name.values():
             group.store.publish(version)
 
+    def restore(self, name: str, rows: Iterable[LedgerRow], folded: Mapping[int, FoldedLives]) -> None:
+        """Take over the books of a group that an earlier broker left. Those of a group that was removed are ignored."""
+        if name in self.by_name:
+            self.by_name[name].restore(rows, folded)
+
     def tick(self, now: float) -> None:
-        """Let time pass for each group."""
+        """Let time pass for each group, and show it the lives whose books an earlier broker has closed."""
+        if self.by_name and now >= self._next_look:
+            self._next_look = now + _LOOK_S
+            for source in self._store.sources.values():
+                if source.restored is not None:
+                    self.ended(source)
         for group in self.by_name.values():
             group.tick(now)
 

@@ -30,7 +30,7 @@ from headrace.broker.sessions.learner_sessions import LearnerSessions
 from headrace.broker.sessions.outbox import Outbox, Send
 from headrace.broker.sessions.worker_sessions import WorkerSessions
 from headrace.schemas.accounts.folded_lives import FoldedLives
-from headrace.schemas.accounts.ledger import Discard, LedgerRow
+from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.runner_counters import Counters, larger
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.batch import BatchHeader
@@ -212,21 +212,7 @@ class BrokerCore:
         """Take over what Redis remembers of earlier brokers of this fleet. Newer knowledge stays."""
         self._forget(self.folding.adopt(folded or {}))
         for row in rows:
-            if self.store.is_folded(row.slot, row.incarnation):
-                continue  # the earlier broker wrote the sum to its file, and not yet to Redis
-            source = self.store.source(row.slot, row.incarnation)
-            self.store.prove(source, row.totals)
-            if why := source.dispute(row.settled):
-                self.refusals.note("Redis", "implausible row", f"slot {row.slot} incarnation {row.incarnation}: {why}")
-                continue
-            source.made_before = max(source.made_before, row.totals.steps_of_envs)
-            source.batches_before = max(source.batches_before, row.totals.seq)
-            self.store.merge_settled(source, row.settled)
-            if row.closed and row.held == (0, 0) and not source.closed and not source.held:
-                source.totals, source.closed, source.restored = row.totals, True, row
-                source.end_reason, source.end_taken = source.end_reason or Discard.WORKER_KILLED, row.end_taken
-            elif source.restored is not None and row.closed and row.settled.seq > source.restored.settled.seq:
-                source.restored = row  # Redis knows more than the file
+            self.store.restore(row)
         for slot, incarnation in incarnations.items():
             self.state.incarnations[slot] = max(self.state.incarnations.get(slot, 0), incarnation)
         for slot, known in (counters or {}).items():
