@@ -231,7 +231,7 @@ class BrokerCore:
         for source in sources:
             self.workers.forget_peer(source)
             self.learners.forget(source)
-            self.groups.forget(source)
+            self.groups.ended(source)
 
     def take_changed(self) -> list[Source]:
         """Return the sources that have changed since the last call."""
