@@ -201,6 +201,11 @@ class ConsumerGroup:
                 if own.closed and not own.held:
                     self.store.take_end(own)
 
+    def holds_up(self, source: Source) -> bool:
+        """Return whether a worker waits for this group, which has not settled what the learner has."""
+        is_late = self.store.source(*source.key).settled.seq < source.settled.seq
+        return self.is_holding and source.blocked == "group" and is_late
+
     @property
     def has_reader(self) -> bool:
         """Return whether a stream of this group is connected, as far as is known."""

@@ -180,4 +180,5 @@ class ConsumerGroups(BrokerObserver):
     def send_status(self, workers: list[Source], spaces: dict[str, Any]) -> None:
         """Send each group's reader the heartbeat."""
         for group in self.by_name.values():
-            group.learners.send_status(workers, spaces)
+            waiting = sum(1 for source in workers if group.holds_up(source))
+            group.learners.send_status(workers, spaces, waiting)

@@ -285,8 +285,10 @@ class BrokerCore:
         return list(self.workers.peers.values())
 
     def _send_status(self) -> None:
-        self.learners.send_status(self.live(), self.workers.spaces)
-        self.groups.send_status(self.live(), self.workers.spaces)
+        live = self.live()
+        waiting = sum(1 for source in live if source.blocked and source.blocked != "group")
+        self.learners.send_status(live, self.workers.spaces, waiting)
+        self.groups.send_status(live, self.workers.spaces)
 
     def _tell_exhausted(self) -> None:
         """Send the learner a status immediately when no worker and no unsettled batch is left: it may be stopping."""
