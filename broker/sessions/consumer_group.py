@@ -90,11 +90,11 @@ class ConsumerGroup:
             self._pass_over(own, source.settled.seq, source.settled.total())
 
     def look_at(self, source: Source) -> None:
-        """Compare a life with the core's. Close one that an earlier broker has closed.
+        """Compare a life with the core's. Close one whose end was heard by an earlier broker.
 
         Go on where the core has learnt that batches were accepted, of which no broker has the bytes any more.
         """
-        if source.restored is not None:
+        if source.closed:
             self.ended(source)
         elif not self.is_holding and self.store.is_reconciled and source.key not in self._early:
             own = self.store.source(*source.key)
@@ -150,11 +150,14 @@ class ConsumerGroup:
         if source.restored is not None:
             source = _as_told(source.restored)
         self.store.prove(own, source.totals)
-        if own.accepted < source.accepted:
+        if own.accepted < source.accepted and own.accepted_count <= source.accepted_count:
             self._pass_over(own, source.accepted, source.accepted_count)
         own.adopt_with_learner(0.0)
         left = [batch for batch in source.left.values() if batch.seq > own.accepted]
-        own.close(source.totals, left, source.end_reason)
+        totals, known = source.totals, total_of((own.accepted_count, *(batch.count for batch in left)))
+        if known != (totals.shipped, totals.shipped_chunks):  # the group has got more than the core's books know
+            left = own.rest_of(totals)
+        own.close(totals, left, source.end_reason)
         own.left_reason = source.left_reason
         self.store.note_changed(own)
 

@@ -134,6 +134,10 @@ class ConsumerGroups(BrokerObserver):
         for group in self.by_name.values():
             group.ended(source)
 
+    def have_closed(self, source: Source) -> bool:
+        """Return whether Redis has closed books of a life for each group."""
+        return all(group.folding.has_closed(source.key) for group in self.by_name.values())
+
     def publish(self, version: Version) -> None:
         """Note the newest version of the weights, from which readers measure their lag."""
         for group in self.by_name.values():

@@ -710,6 +710,8 @@ class World:
         if self.settings.faults.redis_absent:
             return  # what Redis has not confirmed does not fold
         broker.folding.stored(row for row in self.redis.values() if row.closed)
+        for group, rows in self.redis_of_groups.items():
+            broker.groups.by_name[group].folding.stored(row for row in rows.values() if row.closed)
         broker.fold(lambda _: {})
         self._unsaved |= broker.folding.take_news()
         if self.random.random() < 0.5:
