@@ -219,7 +219,7 @@ WORKER_TABLE = (
     Metric("joined_unix_s", "s", "time at which it joined this broker"),
     Metric("weights_epoch", "epoch", "of the learner whose weights it uses"),
     Metric("weights_seq", "version", "of these weights"),
-    Metric("blocked", "", "window or round where it waits for that before it samples on, else empty"),
+    Metric("blocked", "", "window, round or group where it waits for that before it samples on, else empty"),
     Metric("blocked_since_unix_s", "s", "since when; absent where it does not wait"),
     Metric("env_steps", "env steps", "of this life, as of its last accepted batch"),
     Metric("env_steps_per_s", "env steps/s", "in accepted batches, over the last seconds", shown="Steps/s"),
