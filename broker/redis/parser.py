@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import orjson
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 
-from headrace.schemas.accounts.consumer_groups import GroupBooks, GroupState
+from headrace.schemas.accounts.consumer_groups import GroupBooks, GroupRow
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
@@ -121,11 +121,11 @@ class HashParser:
 
     def groups(self, states: Hash, ledger: Hash, folded: Hash) -> dict[str, GroupBooks]:
         """Parse the books of consumer groups, by the group's name."""
-        told = self._parse("consumer_groups", states, _group, GroupState.model_validate_json)
+        told = self._parse("consumer_groups", states, _group, GroupRow.model_validate_json)
         rows = self._parse("group_ledger", ledger, _of_group(_source), LedgerRow.model_validate_json)
         lives = self._parse("group_folded", folded, _of_group(_slot), FoldedLives.model_validate_json)
         return {
-            name: GroupBooks(told.get(name, GroupState()), _own(rows, name), _own(lives, name))
+            name: GroupBooks(told.get(name, GroupRow()), _own(rows, name), _own(lives, name))
             for name in sorted({*told, *(group for group, _ in (*rows, *lives))})
         }
 

@@ -12,11 +12,12 @@ from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import Count, CountsByReason, Drop, FleetLedger, LedgerRow, add_up
 from headrace.schemas.basics.bounds import Bytes, Natural, Pid
 
-_Text = Annotated[str, Field(max_length=256)]
+MOST_TEXT = 255
+_Text = Annotated[str, Field(max_length=MOST_TEXT)]
 _Number = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
 
 
-class GroupState(BaseModel):
+class GroupRow(BaseModel):
     """One group at one moment, by the broker's clock. Times are absent before their first event.
 
     - on_slow: what happens while its reader is slow or away, as `broker.consumer_groups` says.
@@ -66,7 +67,7 @@ class GroupState(BaseModel):
 class GroupBooks:
     """A group's state, its rows by (slot, incarnation), and folded lives by slot. In a report, those that changed."""
 
-    state: GroupState = field(default_factory=GroupState)
+    state: GroupRow = field(default_factory=GroupRow)
     rows: Mapping[tuple[int, int], LedgerRow] = field(default_factory=dict)
     folded: Mapping[int, FoldedLives] = field(default_factory=dict)
 

@@ -151,7 +151,7 @@ CONSUMER_GROUPS = Key(
     "hash",
     "",
     "broker",
-    "field name of a consumer group besides the learner's: JSON of accounts.consumer_groups.GroupState; a group that "
+    "field name of a consumer group besides the learner's: JSON of accounts.consumer_groups.GroupRow; a group that "
     "is removed loses its fields here and in the next two keys",
     example='record {"on_slow":"wait","connected":true,"lag_steps":512,"committed":[81920,640],"dropped":{},...}',
     when="each report",
