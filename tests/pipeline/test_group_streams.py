@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from headrace.deploy.command import groups_command
+from headrace.deploy.command.cli import app
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.streaming import stall_detector
-from headrace.schemas.errors import ConfigError, FencedError
+from headrace.schemas.errors import ConfigError, ExitCode, FencedError, HeadraceError, RunDirError, UnreachableError
 from headrace.schemas.messages import GroupHello
 from headrace.workers.fleet.session import SessionState
 from support.pipeline.delivery import (
@@ -163,3 +168,47 @@ def test_a_learner_without_data_does_not_stall_while_a_group_holds_the_workers_u
     for _ in batches_of(record, feeder.all_shipped):
         while train.next(0.05) is not None:
             train.commit()
+
+
+def _remove(*arguments: str) -> str:
+    """What `headrace groups remove` says. Raises its error."""
+    result = CliRunner().invoke(app, ["groups", "remove", *arguments])
+    if isinstance(result.exception, HeadraceError):
+        raise result.exception
+    return result.output
+
+
+def test_a_group_that_a_reader_made_is_removed_and_its_reader_ends(
+    broker: BrokerThread, stack: ExitStack, tmp_path: Path
+) -> None:
+    stream, train = _open(stack, broker, "eval"), _open(stack, broker)
+    assert _remove("eval", "--run-dir", str(tmp_path)) == "removed consumer group eval\n"
+    with pytest.raises(FencedError, match="consumer group 'eval' was removed"):
+        ask_until_it_raises(stream)
+    assert train.next(0.3) is None
+    assert broker.ask(lambda b: list(b.core.groups.by_name)) == ["record"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("eval", "there is no consumer group 'eval'; the groups are: record"),
+        ("record", "broker.consumer_groups names 'record'; take it out of the config"),
+        ("train", "NAME: 'train' cannot be removed; the learner's group stays"),
+        ("My Group", "NAME: 'My Group' cannot be removed; give up to 32 lower-case letters"),
+    ],
+)
+def test_a_group_that_cannot_be_removed_is_named_with_the_reason(broker: BrokerThread, name: str, said: str) -> None:
+    with pytest.raises(HeadraceError, match=re.escape(said)) as raised:
+        _remove(name, "--endpoint", broker.endpoints.learner)
+    assert raised.value.exit_code is ExitCode.CONFIG
+
+
+def test_removing_a_group_without_a_broker_ends_in_time(
+    tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups_command, "_TIMEOUT_S", 0.3)
+    with pytest.raises(RunDirError):
+        _remove("eval", "--run-dir", str(tmp_path))
+    with pytest.raises(UnreachableError, match="after 0"):
+        _remove("eval", "--endpoint", f"tcp://127.0.0.1:{free_port}")
