@@ -59,11 +59,16 @@ class ConsumerGroup:
         self.store = BatchStore(limits)
         self.learners = LearnerSessions(fleet_id, state, self.store, outbox, name)
         self.folding = Folding(self.store)
-        self.store.is_reconciled = not state.epoch
-        """A group that never had a reader has none that could hold batches of an earlier broker."""
+        self._is_new = not state.epoch
+        """True if no reader had the group under an earlier broker, and so none can hold batches of it."""
+        self.store.is_reconciled = self._is_new
         self._reconciled_by = now + RECONCILE_WAIT_S
         self._closed: dict[tuple[int, int], Source] = {}
         """Lives whose books are closed in the core's store, and not yet here."""
+        self._early: dict[tuple[int, int], list[tuple[Source, StoredBatch, BatchHeader | Skip, Count]]] = {}
+        """Batches that came after a hole, before the reader has told whether it has what is missing."""
+        self._early_bytes = 0
+        self._most_early_bytes = limits.max_held_bytes
 
     @property
     def is_holding(self) -> bool:
@@ -81,8 +86,21 @@ class ConsumerGroup:
         if known is not None:
             self.store.merge_settled(own, known)
         self.store.prove(own, totals)
-        if own.accepted < source.settled.seq and (known is None or not self.is_holding):
-            self._pass_over(own, source.settled.seq, source.settled.total(), own.accepted_count)
+        if known is None and own.accepted < source.settled.seq and self.store.is_reconciled:
+            self._pass_over(own, source.settled.seq, source.settled.total())
+
+    def look_at(self, source: Source) -> None:
+        """Compare a life with the core's. Close one whose end was heard by an earlier broker.
+
+        Go on where the core has learnt that batches were accepted, of which no broker has the bytes any more.
+        """
+        if source.closed:
+            self.ended(source)
+        elif not self.is_holding and self.store.is_reconciled and source.key not in self._early:
+            own = self.store.source(*source.key)
+            self.store.prove(own, source.cut)
+            if own.accepted < source.accepted and not own.closed and not self.store.is_claimed(own):
+                self._pass_over(own, source.accepted, source.accepted_count)
 
     def take(self, source: Source, held: StoredBatch, told: BatchHeader | Skip, before: Count) -> bool:
         """Take a batch that the broker got from a worker. Return False for one that the group has had already.
@@ -92,9 +110,14 @@ class ConsumerGroup:
         own = self.store.source(*source.key)
         if held.seq <= own.accepted or own.closed:
             return False
-        if held.seq > own.accepted + 1:
-            self._pass_over(own, held.seq - 1, before, own.accepted_count)
         copy = replace(held, arrival=0, with_learner=False, handed=False)
+        if not self.store.is_reconciled and (held.seq > own.accepted + 1 or source.key in self._early):
+            self._early.setdefault(source.key, []).append((source, copy, told, before))
+            self._early_bytes += held.nbytes
+            return True
+        if held.seq > own.accepted + 1:
+            self.store.prove(own, told.totals)
+            self._pass_over(own, held.seq - 1, before)
         self.store.accept(own, copy, told)
         return True
 
@@ -105,10 +128,6 @@ class ConsumerGroup:
             self._close(source)
             self.store.end(self.store.source(*source.key), source.end_reason)
 
-    def forget(self, source: Source) -> None:
-        """Hear that the core forgets a life. Close its books here now, whoever has been heard."""
-        self._close(source, at_once=True)
-
     def restore(self, rows: Iterable[LedgerRow], folded: Mapping[int, FoldedLives]) -> None:
         """Take over the group's books that an earlier broker left."""
         self.folding.adopt(folded)
@@ -117,13 +136,13 @@ class ConsumerGroup:
             if row.closed:
                 self.ended(_as_told(row))
 
-    def _close(self, source: Source, *, at_once: bool = False) -> None:
+    def _close(self, source: Source) -> None:
         """Close the books of a life as the core's are closed, once the group's reader has told which batches it has."""
         if self.store.is_folded(*source.key):
             self._closed.pop(source.key, None)
             return
         own = self.store.source(*source.key)
-        if not source.closed or not (self.store.is_reconciled or at_once):
+        if not source.closed or not self.store.is_reconciled:
             return
         self._closed.pop(source.key, None)
         if own.closed:
@@ -131,18 +150,28 @@ class ConsumerGroup:
         if source.restored is not None:
             source = _as_told(source.restored)
         self.store.prove(own, source.totals)
+        if own.accepted < source.accepted and own.accepted_count <= source.accepted_count:
+            self._pass_over(own, source.accepted, source.accepted_count)
         own.adopt_with_learner(0.0)
-        if own.accepted < source.accepted:
-            self._pass_over(own, source.accepted, source.accepted_count, own.accepted_count)
         left = [batch for batch in source.left.values() if batch.seq > own.accepted]
-        own.close(source.totals, left, source.end_reason)
+        totals, known = source.totals, total_of((own.accepted_count, *(batch.count for batch in left)))
+        if known != (totals.shipped, totals.shipped_chunks):  # the group has got more than the core's books know
+            left = own.rest_of(totals)
+        own.close(totals, left, source.end_reason)
         own.left_reason = source.left_reason
         self.store.note_changed(own)
 
-    def _pass_over(self, own: Source, seq: int, count: Count, had: Count) -> None:
-        """Count batches up to `seq` that the group does not get. `count`: (steps, chunks) of all batches up to it."""
-        reason = Drop.BROKER_LOST if own.accepted else Drop.BEFORE_GROUP
-        missing = (count[0] - had[0], count[1] - had[1])
+    def _pass_over(self, own: Source, seq: int, count: Count) -> None:
+        """Go on after batch `seq`: count as dropped what neither the broker nor the group's reader has of it.
+
+        count: (steps, chunks) of all batches up to it.
+        """
+        while own.accepted < seq and (known := own.with_learner.get(own.accepted + 1)) is not None:
+            own.accept(StoredBatch(known.seq, known.steps, known.chunks, 0, None, 0, 0.0), own.totals)
+        if own.accepted >= seq:
+            return
+        reason = Drop.BEFORE_GROUP if self._is_new and not own.accepted else Drop.BROKER_LOST
+        missing = count[0] - own.accepted_count[0], count[1] - own.accepted_count[1]
         if not own.held:
             dropped = {**own.settled.dropped, reason: plus(own.settled.dropped.get(reason, (0, 0)), missing)}
             self.store.merge_settled(own, own.settled.model_copy(update={"seq": seq, "dropped": dropped}))
@@ -152,20 +181,33 @@ class ConsumerGroup:
             gap = StoredBatch(number, steps, chunks, 0, None, 0, 0.0, dropped=reason)
             self.store.accept(own, gap, skip_of(own, gap))
 
+    def go_on(self) -> None:
+        """Take the batches and close the lives that waited for the reader, once it was heard."""
+        if not self.store.is_reconciled:
+            return
+        early, self._early, self._early_bytes = self._early, {}, 0
+        for batches in early.values():
+            for source, held, told, before in batches:
+                self.take(source, held, told, before)
+        for source in list(self._closed.values()):
+            self._close(source)
+
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Close the books of lives that wait for the reader, once it was heard or does not come."""
-        if not self.store.is_reconciled and now > self._reconciled_by:
+        if now > self._reconciled_by or self._early_bytes > self._most_early_bytes:
             self.store.is_reconciled = True
-            self.store.drop_stale()
-        if self.store.is_reconciled:
-            for source in list(self._closed.values()):
-                self._close(source)
+        self.go_on()
         if not self.is_holding and not self.has_reader:
             for own in self.store.sources.values():
                 if own.closed and not own.held:
                     self.store.take_end(own)
+
+    def holds_up(self, source: Source) -> bool:
+        """Return whether a worker waits for this group, which has not settled what the learner has."""
+        is_late = self.store.source(*source.key).settled.seq < source.settled.seq
+        return self.is_holding and source.blocked == "group" and is_late
 
     @property
     def has_reader(self) -> bool:

@@ -77,6 +77,7 @@ class ConsumerGroups(BrokerObserver):
         else:
             group = group or self._open(hello.group, now)
             group.learners.on_hello(peer, hello, spaces, now)
+            group.go_on()
 
     def _remove(self, peer: Peer, name: str) -> None:
         group = self.by_name.get(name)
@@ -133,10 +134,9 @@ class ConsumerGroups(BrokerObserver):
         for group in self.by_name.values():
             group.ended(source)
 
-    def forget(self, source: Source) -> None:
-        """Let each group close the books of a life that the core forgets."""
-        for group in self.by_name.values():
-            group.forget(source)
+    def have_closed(self, source: Source) -> bool:
+        """Return whether Redis has closed books of a life for each group."""
+        return all(group.folding.has_closed(source.key) for group in self.by_name.values())
 
     def publish(self, version: Version) -> None:
         """Note the newest version of the weights, from which readers measure their lag."""
@@ -149,13 +149,13 @@ class ConsumerGroups(BrokerObserver):
             self.by_name[name].restore(rows, folded)
 
     def tick(self, now: float) -> None:
-        """Let time pass for each group, and show it the lives whose books an earlier broker has closed."""
-        if self.by_name and now >= self._next_look:
+        """Let time pass for each group. Now and then show it all lives: an earlier broker may have known more."""
+        is_look = now >= self._next_look
+        if is_look:
             self._next_look = now + _LOOK_S
-            for source in self._store.sources.values():
-                if source.restored is not None:
-                    self.ended(source)
         for group in self.by_name.values():
+            for source in self._store.sources.values() if is_look else ():
+                group.look_at(source)
             group.tick(now)
 
     # -- what workers are told ----------------------------------------------------------------------------------------
@@ -184,4 +184,5 @@ class ConsumerGroups(BrokerObserver):
     def send_status(self, workers: list[Source], spaces: dict[str, Any]) -> None:
         """Send each group's reader the heartbeat."""
         for group in self.by_name.values():
-            group.learners.send_status(workers, spaces)
+            waiting = sum(1 for source in workers if group.holds_up(source))
+            group.learners.send_status(workers, spaces, waiting)

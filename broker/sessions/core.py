@@ -71,7 +71,7 @@ class BrokerCore:
         self.observers.append(self.groups)
         self._acks = Acknowledgements(limits, self.store, self.outbox, self.groups, self.learners.waits_for)
         self.owners = SlotOwners(limits, self.state)
-        self.folding = Folding(self.store)
+        self.folding = Folding(self.store, self.groups.have_closed)
         self.workers = WorkerSessions(
             fleet_id,
             limits,
@@ -231,7 +231,7 @@ class BrokerCore:
         for source in sources:
             self.workers.forget_peer(source)
             self.learners.forget(source)
-            self.groups.forget(source)
+            self.groups.ended(source)
 
     def take_changed(self) -> list[Source]:
         """Return the sources that have changed since the last call."""
@@ -285,8 +285,10 @@ class BrokerCore:
         return list(self.workers.peers.values())
 
     def _send_status(self) -> None:
-        self.learners.send_status(self.live(), self.workers.spaces)
-        self.groups.send_status(self.live(), self.workers.spaces)
+        live = self.live()
+        waiting = sum(1 for source in live if source.blocked and source.blocked != "group")
+        self.learners.send_status(live, self.workers.spaces, waiting)
+        self.groups.send_status(live, self.workers.spaces)
 
     def _tell_exhausted(self) -> None:
         """Send the learner a status immediately when no worker and no unsettled batch is left: it may be stopping."""

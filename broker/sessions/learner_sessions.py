@@ -269,8 +269,8 @@ class LearnerSessions:
             self._outbox.send(learner.stream, start)
         learner.told[source.key] = seq
 
-    def send_status(self, workers: list[Source], spaces: dict[str, Any]) -> None:
-        """Send the heartbeat to the learner."""
+    def send_status(self, workers: list[Source], spaces: dict[str, Any], waiting: int) -> None:
+        """Send the heartbeat to the learner, for which `waiting` of the `workers` wait."""
         learner = self.lease
         self._weights_told = next((source.weights_told for source in workers if source.weights_told), {})
         if learner is None:
@@ -280,7 +280,7 @@ class LearnerSessions:
             held_batches=self._store.held_batches(),
             workers=len(workers),
             workers_here=sum(1 for source in workers if source.host and source.host == learner.hello.host),
-            workers_blocked=sum(1 for source in workers if source.blocked),
+            workers_blocked=waiting,
             spaces=spaces,
             published=self._store.weights,
             rows_stored=self.rows_stored,

@@ -407,7 +407,6 @@ class WorkerSessions:
         if not source.closed:
             self._store.merge_settled(source, words.settled)
             self._store.prove(source, words.totals)
-            self._groups.meet(source, words.groups, words.totals)
             source.adopt_with_learner(now, {batch.seq: batch for batch in words.window})
             self.forget_peer(source)
             # A recorder may be older than the worker's batches where its machine lost its power.
