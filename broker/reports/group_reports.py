@@ -57,6 +57,7 @@ class GroupReports:
         row = GroupRow(
             on_slow=group.on_slow,
             declared=group.name in self._core.groups.declared,
+            behind=not store.is_reconciled,
             connected=group.has_reader,
             held_batches=store.held_batches(),
             held_bytes=store.nbytes,

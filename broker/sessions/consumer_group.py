@@ -170,7 +170,7 @@ class ConsumerGroup:
             own.accept(StoredBatch(known.seq, known.steps, known.chunks, 0, None, 0, 0.0), own.totals)
         if own.accepted >= seq:
             return
-        reason = Drop.BEFORE_GROUP if self._is_new and not own.accepted else Drop.BROKER_LOST
+        reason = (Drop.BEFORE_GROUP if self._is_new and not own.accepted else Drop.BROKER_LOST).value  # a key of JSON
         missing = count[0] - own.accepted_count[0], count[1] - own.accepted_count[1]
         if not own.held:
             dropped = {**own.settled.dropped, reason: plus(own.settled.dropped.get(reason, (0, 0)), missing)}
@@ -232,7 +232,7 @@ class ConsumerGroup:
         for slot, lives in folded.items():
             own = self.store.by_slot.get(slot, {})
             if slot not in self.store.folded and not any(incarnation in lives for incarnation in own):
-                passed = Settled(seq=lives.row.settled.seq, dropped={Drop.BEFORE_GROUP: lives.row.accepted})
+                passed = Settled(seq=lives.row.settled.seq, dropped={Drop.BEFORE_GROUP.value: lives.row.accepted})
                 row = lives.row.model_copy(update={"settled": passed})
                 self.folding.adopt({slot: lives.model_copy(update={"row": row, "counters": {}})})
 

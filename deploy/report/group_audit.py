@@ -16,9 +16,9 @@ _SUMMED = ("steps", "shipped steps", "shipped chunks")
 def group_problems(snapshot: Snapshot) -> Iterator[str]:
     """Yield one sentence for each thing that does not add up in the books of a group, or differs from the ledger."""
     for name, books in snapshot.groups.items():
-        found = (_of_rows(books), off_balance("all lives", books.fleet()), _of_lives(books, snapshot))
-        for problems in (*found, _of_sums(books, snapshot)):
-            yield from (f"group {name}: {problem}" for problem in problems)
+        found = [_of_rows(books), off_balance("all lives", books.fleet())]
+        found += [] if books.state.behind else [_of_lives(books, snapshot), _of_sums(books, snapshot)]
+        yield from (f"group {name}: {problem}" for problems in found for problem in problems)
 
 
 def off_balance(name: str, fleet: FleetLedger) -> Iterator[str]:
@@ -39,7 +39,7 @@ def _of_lives(books: GroupBooks, snapshot: Snapshot) -> Iterator[str]:
     for life in sorted(snapshot.rows.keys() | books.rows.keys()):
         row, own, name = snapshot.rows.get(life), books.rows.get(life), f"slot {life[0]} incarnation {life[1]}"
         if row is not None and own is not None:
-            if row.closed == own.closed and _totals(row) != _totals(own):
+            if _totals(row) != _totals(own):
                 yield f"{name}: accepted {own.accepted} and totals are not those of the ledger, {row.accepted}"
         elif (
             row is not None
@@ -52,13 +52,9 @@ def _of_lives(books: GroupBooks, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _of_sums(books: GroupBooks, snapshot: Snapshot) -> Iterator[str]:
-    """Yield the slots whose lives, folded or not, have other sums than in the ledger.
-
-    A life may have ended that waits here for the group's reader: it says which batches it has.
-    """
-    waiting = {life[0] for life, own in books.rows.items() if not own.closed and _has_ended(life, snapshot)}
+    """Yield the slots whose lives, folded or not, have other sums than in the ledger."""
     known, own = _by_slot(snapshot.rows, snapshot.folded), _by_slot(books.rows, books.folded)
-    for slot in sorted((known.keys() | own.keys()) - waiting):
+    for slot in sorted(known.keys() | own.keys()):
         if known[slot] != own[slot]:
             told, theirs = (
                 ", ".join(f"{sums[name]:,} {name}" for name in _SUMMED) for sums in (own[slot], known[slot])
@@ -69,11 +65,6 @@ def _of_sums(books: GroupBooks, snapshot: Snapshot) -> Iterator[str]:
 def _totals(row: LedgerRow) -> WorkerTotals:
     """Return the worker's totals, without those by module: the broker that closes a life may not know these."""
     return row.totals.model_copy(update={"module_steps": {}})
-
-
-def _has_ended(life: tuple[int, int], snapshot: Snapshot) -> bool:
-    row = snapshot.rows.get(life)
-    return snapshot.is_folded(life) or (row is not None and row.closed)
 
 
 def _by_slot(

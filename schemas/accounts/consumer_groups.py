@@ -22,6 +22,7 @@ class GroupRow(BaseModel):
 
     - on_slow: what happens while its reader is slow or away, as `broker.consumer_groups` says.
     - declared: whether that setting names it. Else its first reader made it.
+    - behind: whether its books may lack the newest batches. A broker that has started waits for the reader's position.
     - connected, waiting: whether its reader is connected, and waits for a batch while none is on its way.
     - host, pid, program: of its newest reader.
     - since_unix_s, heard_unix_s, committed_unix_s: when that reader came, was last heard of, and last committed.
@@ -32,6 +33,7 @@ class GroupRow(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
     on_slow: Literal["wait", "drop"] = "drop"
     declared: bool = False
+    behind: bool = False
     connected: bool = False
     waiting: bool = False
     host: _Text = ""

@@ -289,9 +289,15 @@ def test_groups_have_books_over_lives_restarts_and_an_empty_redis(url: str, clie
         fleet.restart()
         snapshot = fleet.seen()
         assert counts(snapshot, "record") == (10, 0, {})
-        assert counts(snapshot, "watch") == (0 if empties else 2, 0, {"before_group": 10 if empties else 8})
+        assert counts(snapshot, "watch") == (0 if empties else 2, 0, {"before_group": 8})
         assert snapshot.groups["record"].folded == before.groups["record"].folded
-        assert not snapshot.groups["watch"].state.connected
+        watch = snapshot.groups["watch"]
+        assert (watch.state.behind, watch.state.connected) == (True, False)
+    assert not watch.rows[0, 5].totals.stepped, "neither the worker nor the file knows of its batch"
+    fleet.hello("watch")
+    snapshot = fleet.seen()
+    assert not snapshot.groups["watch"].state.behind
+    assert counts(snapshot, "watch") == (0, 0, {"before_group": 8, "broker_lost": 2})
 
     fleet.hello("watch", "remove")
     assert fleet.seen().groups.keys() == {"record"}
