@@ -221,6 +221,26 @@ class ConsumerGroup:
         rows = (self._row(own, sources.get(key)) for key, own in self.store.sources.items())
         return [row for row in rows if row is not None]
 
+    def take_changed(self, sources: Mapping[tuple[int, int], Source], told: set[tuple[int, int]]) -> list[LedgerRow]:
+        """Return the same of the lives that changed since the last call, and of those of which workers have `told`."""
+        changed, self.store.unreported = self.store.unreported, set()
+        rows = (self._row(self.store.sources[k], sources.get(k)) for k in (changed | told) & self.store.sources.keys())
+        return [row for row in rows if row is not None]
+
+    def pass_over_folded(self, folded: Mapping[int, FoldedLives]) -> None:
+        """Count the lives that the core had folded before the group began."""
+        for slot, lives in folded.items():
+            own = self.store.by_slot.get(slot, {})
+            if slot not in self.store.folded and not any(incarnation in lives for incarnation in own):
+                passed = Settled(seq=lives.row.settled.seq, dropped={Drop.BEFORE_GROUP: lives.row.accepted})
+                row = lives.row.model_copy(update={"settled": passed})
+                self.folding.adopt({slot: lives.model_copy(update={"row": row, "counters": {}})})
+
+    def fold(self) -> None:
+        """Fold finished lives, some at a time."""
+        for source in self.folding.fold(lambda _: {}):
+            self.learners.forget(source)
+
     def _row(self, own: Source, source: Source | None) -> LedgerRow | None:
         if source is not None and not own.closed and source.totals.seq == own.accepted:
             own.totals = source.totals

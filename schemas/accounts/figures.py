@@ -160,6 +160,19 @@ GAUGE_TABLE = (
         "key",
         counts=True,
     ),
+    Metric("group_readers", "readers", "connected of this consumer group: 1 or 0", "group"),
+    Metric("group_lag_agent_steps", "agent steps", "accepted, and not settled by this group", "group"),
+    Metric("group_oldest_age_s", "s", "since the oldest of these was accepted", "group"),
+    Metric("group_committed_agent_steps", "agent steps", "that this group has committed in all", "group", counts=True),
+    Metric(
+        *(
+            "group_lost_agent_steps",
+            "agent steps",
+            "that it was to get and did not, in all; those before it do not count",
+        ),
+        "group",
+        counts=True,
+    ),
     Metric("redis_failures", "attempts", "to reach Redis that failed since the broker started", counts=True),
     Metric(
         *("aborted_return_mean", "return", "of the last `aborted_window` aborted episodes; absent before the first"),

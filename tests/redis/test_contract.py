@@ -63,6 +63,7 @@ TWO_POLICIES = (
     *("--env", "counts:carts_of_which_each_fails_once", "--workers", "2", "--num-envs", "2"),
     *("--set", 'sampling.policies={"short": {}, "long": {}}', "--set", 'sampling.callbacks=["counts:Counts"]'),
     *("--set", "learner.steps_per_update=256", "--set", "learner.epochs=1"),
+    *("--set", 'broker.consumer_groups={watch = "drop"}'),
 )
 
 

@@ -607,6 +607,7 @@ class World:
             self.begun[slot] = 1 + self.begun.get(slot, 1)
             self.workers.append(SimWorker(self, slot, self.begun[slot]))
         self._start_learner()
+        self._start_readers()
 
     def _stop_redis(self) -> None:
         self.redis_back_at = max(self.redis_back_at, self.now + 1.0 + 5.0 * self.random.random())
