@@ -180,6 +180,7 @@ def _limits_of(fleet: FleetConfig, max_env_steps: int | None) -> BrokerLimits:
         brokers=config.count,
         index=config.index or 0,
         group=fleet.keys.group,
+        consumer_groups=config.consumer_groups,
     )
 
 

@@ -215,6 +215,24 @@ class BatchStore:
         self._tell_settled(source, gone, before)
         self._note_progress(source)
 
+    def restore(self, row: LedgerRow) -> None:
+        """Take over a life's books that an earlier broker left."""
+        if self.is_folded(row.slot, row.incarnation):
+            return  # the earlier broker wrote the sum to its file, and not yet to Redis
+        source = self.source(row.slot, row.incarnation)
+        self.prove(source, row.totals)
+        if why := source.dispute(row.settled):
+            self.refusals.note("Redis", "implausible row", f"slot {row.slot} incarnation {row.incarnation}: {why}")
+            return
+        source.made_before = max(source.made_before, row.totals.steps_of_envs)
+        source.batches_before = max(source.batches_before, row.totals.seq)
+        self.merge_settled(source, row.settled)
+        if row.closed and row.held == (0, 0) and not source.closed and not source.held:
+            source.totals, source.closed, source.restored = row.totals, True, row
+            source.end_reason, source.end_taken = source.end_reason or Discard.WORKER_KILLED, row.end_taken
+        elif source.restored is not None and row.closed and row.settled.seq > source.restored.settled.seq:
+            source.restored = row  # Redis knows more than the file
+
     def fence(self, source: Source) -> None:
         """Accept no more batches from a source.
 

@@ -4,6 +4,7 @@ A life folds once all of these hold:
 
 - Its books are closed, all its batches are settled or lost, and Redis has its final row.
 - A learner's user has taken its end, or it left no batch. A learner that knows the life is told that it may forget it.
+- Redis has closed books of the life for each consumer group too.
 - Two newer lives of its slot are known, and all known older ones are folded.
 
 The broker then forgets its source. `FoldedLives` of its slot says that it was added. So no message and no late report
@@ -32,10 +33,14 @@ _Life = tuple[int, int]
 
 
 class Folding:
-    """The choice of finished lives that may fold. A core has one such object; `store.folded` holds the result."""
+    """The choice of finished lives that may fold. Each store has one such object; `store.folded` holds the result.
 
-    def __init__(self, store: BatchStore) -> None:
+    is_stored_elsewhere: returns whether Redis has closed books of a life for all other stores.
+    """
+
+    def __init__(self, store: BatchStore, is_stored_elsewhere: Callable[[Source], bool] = lambda _: True) -> None:
         self._store = store
+        self._is_stored_elsewhere = is_stored_elsewhere
         self._stored: dict[_Life, LedgerRow] = {}
         """Closed rows that Redis has."""
         self._durable = False
@@ -47,6 +52,10 @@ class Folding:
         for row in rows:
             if (row.slot, row.incarnation) in self._store.sources:
                 self._stored[row.slot, row.incarnation] = row
+
+    def has_closed(self, life: _Life) -> bool:
+        """Return whether Redis has closed books of a life, of its own or in a sum."""
+        return life in self._stored or self._store.is_folded(*life)
 
     def fold(self, counters_of: Callable[[Source], Mapping[str, int]]) -> list[Source]:
         """Fold the lives that may fold, up to `MOST_AT_ONCE`. Return their sources, which the store has forgotten.
@@ -71,7 +80,7 @@ class Folding:
         own = self._store.by_slot.get(slot, {})
         for incarnation in sorted(own)[:-KEPT_LIVES]:
             source = own[incarnation]
-            if not self._may_fold(source):
+            if not (self._may_fold(source) and self._is_stored_elsewhere(source)):
                 return
             yield source
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,6 +39,8 @@ class BrokerLimits:
     """Which of the fleet's brokers this one is: it has the slots that are `index` modulo `brokers`."""
     group: str = ""
     """The group of the keys of the workers that the config starts, and of their supervisor."""
+    consumer_groups: Mapping[str, Literal["wait", "drop"]] = field(default_factory=dict)
+    """The consumer groups that the config names, each with what happens while it is slow or away."""
 
     def heartbeat_interval(self, workers: int) -> float:
         """Return the seconds between two heartbeats of one of `workers`."""
@@ -45,16 +48,27 @@ class BrokerLimits:
 
 
 @dataclass(slots=True)
-class BrokerState:
-    """State that must survive a restart for the broker's answers to stay true. It is written before they are sent."""
+class GroupState:
+    """The lease of a consumer group, as far as it must survive a restart of the broker."""
 
     epoch: int = 0
     learner_token: str = ""
-    """Digest of the token of the learner of `epoch`; the token itself is on no disk and not in Redis."""
+    """Digest of the token of the reader of `epoch`; the token itself is on no disk and not in Redis."""
+
+
+@dataclass(slots=True)
+class BrokerState(GroupState):
+    """State that must survive a restart for the broker's answers to stay true. It is written before they are sent.
+
+    The lease is the learner's.
+    """
+
     incarnations: dict[int, int] = field(default_factory=dict)
     """Highest incarnation ever given out, by slot."""
     owners: dict[int, str] = field(default_factory=dict)
     """The group of keys that has each slot, as far as a worker with a key has joined there."""
+    groups: dict[str, GroupState] = field(default_factory=dict)
+    """The consumer groups besides the learner's, by name."""
     counters: dict[int, Counters] = field(default_factory=dict, compare=False)
     """Lifetime counters of the runner in each slot. Redis and `lifetime_file.py` keep them: no promise depends on the
     newest.

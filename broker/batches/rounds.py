@@ -200,7 +200,7 @@ class Rounds(BrokerObserver):
         if source is None:
             return now - self._members.get(slot, -self._lease_s) >= self._lease_s
         made = _made(source)
-        if made > share.seen or source.blocked == "window":
+        if made > share.seen or source.blocked in ("window", "group"):
             share.seen, share.seen_at = made, now
         share.is_frozen = Discard.FROZEN in source.totals.discarded and not source.totals.shipped
         return now - share.seen_at > LATE_LEASES * self._lease_s

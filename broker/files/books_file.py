@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.schemas.accounts.folded_lives import CountsByName, FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.basics.bounds import GroupName
 from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.errors import RunDirError, reading
 
@@ -24,6 +25,8 @@ class EndedLives(BaseModel):
     rows: list[LedgerRow] = []
     counters: list[CountsByName] = []
     """Other counters of each of these rows, in the same order."""
+    groups: dict[GroupName, EndedLives] = {}
+    """The same of each consumer group besides the learner's."""
 
     def counters_of(self) -> dict[tuple[int, int], dict[str, int]]:
         """Return the other counters of these rows, by (slot, incarnation)."""
@@ -66,7 +69,5 @@ class BooksFile:
 
     def write(self, ended: EndedLives) -> None:
         """Replace the file. Raises `OSError`."""
-        content = _Content.model_construct(
-            fleet_id=self._fleet_id, folded=ended.folded, rows=ended.rows, counters=ended.counters
-        )
+        content = _Content.model_construct(**dict(ended) | {"fleet_id": self._fleet_id})
         replace_private(self._path, content.model_dump_json().encode())

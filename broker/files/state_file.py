@@ -13,10 +13,9 @@ from typing import Annotated
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.broker.batches.limits import BrokerState
-from headrace.schemas.basics.bounds import EpochOrNone, IncarnationOrNone, Slot
+from headrace.broker.batches.limits import BrokerState, GroupState
+from headrace.schemas.basics.bounds import GROUP_PATTERN, MOST_GROUPS, EpochOrNone, GroupName, IncarnationOrNone, Slot
 from headrace.schemas.basics.run_files import read_regular, replace_private
-from headrace.schemas.credentials.key_files import GROUP_PATTERN
 from headrace.schemas.errors import RunDirError, reading, writing
 
 
@@ -27,6 +26,14 @@ class Endpoints(BaseModel):
     worker: str
     learner: str
     weights: str
+
+
+class LeaseOfGroup(BaseModel):
+    """The lease of a consumer group besides the learner's."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", from_attributes=True)
+    epoch: EpochOrNone = 0
+    learner_token: str = ""
 
 
 class BrokerFile(BaseModel):
@@ -40,12 +47,14 @@ class BrokerFile(BaseModel):
     learner_token: str = ""
     incarnations: dict[Slot, IncarnationOrNone] = {}
     owners: dict[Slot, Annotated[str, Field(pattern=rf"^({GROUP_PATTERN})?$")]] = {}
+    groups: Annotated[dict[GroupName, LeaseOfGroup], Field(max_length=MOST_GROUPS)] = {}
     has_learner: bool | None = None
     """True if a learner was connected at the broker's last report; None before its first."""
 
     def state(self) -> BrokerState:
         """Return the part of the file from which the broker's core goes on."""
-        return BrokerState(self.epoch, self.learner_token, dict(self.incarnations), dict(self.owners))
+        groups = {name: GroupState(lease.epoch, lease.learner_token) for name, lease in self.groups.items()}
+        return BrokerState(self.epoch, self.learner_token, dict(self.incarnations), dict(self.owners), groups)
 
 
 def file_path(run_dir: Path) -> Path:
@@ -82,6 +91,7 @@ def write_broker_file(
         learner_token=state.learner_token,
         incarnations=state.incarnations,
         owners=state.owners,
+        groups={name: LeaseOfGroup.model_validate(lease) for name, lease in state.groups.items()},
         has_learner=has_learner,
     )
     path = file_path(run_dir)

@@ -7,6 +7,7 @@ runs as code.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
@@ -14,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 import orjson
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 
+from headrace.schemas.accounts.consumer_groups import GroupBooks, GroupRow
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
@@ -21,7 +23,7 @@ from headrace.schemas.accounts.logged_metrics import LoggedMetric, SumsOfLife, i
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.accounts.redis_keys import PAST, source_name
 from headrace.schemas.accounts.runner_counters import Counters, read_counters
-from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES, MOST_TASK_NAME
+from headrace.schemas.basics.bounds import GROUP_PATTERN, MOST_EPOCH, MOST_LIVES, MOST_TASK_NAME
 
 Hash = Mapping[bytes, bytes]
 SourceKey = tuple[int, int]
@@ -117,6 +119,16 @@ class HashParser:
         """Parse the figures of tasks, by the task's name."""
         return self._parse("task_figures", raw, _task, _numbers)
 
+    def groups(self, states: Hash, ledger: Hash, folded: Hash) -> dict[str, GroupBooks]:
+        """Parse the books of consumer groups, by the group's name."""
+        told = self._parse("consumer_groups", states, _group, GroupRow.model_validate_json)
+        rows = self._parse("group_ledger", ledger, _of_group(_source), LedgerRow.model_validate_json)
+        lives = self._parse("group_folded", folded, _of_group(_slot), FoldedLives.model_validate_json)
+        return {
+            name: GroupBooks(told.get(name, GroupRow()), _own(rows, name), _own(lives, name))
+            for name in sorted({*told, *(group for group, _ in (*rows, *lives))})
+        }
+
     def lease(self, raw: Hash) -> dict[str, Any]:
         """Parse the learner's lease; empty when there is none.
 
@@ -158,11 +170,12 @@ class HashParser:
 
 
 def _named(field_name: str, value: V) -> V:
-    if isinstance(value, LedgerRow) and field_name != source_name(value.slot, value.incarnation):
+    own = field_name.split("/")  # without the group, if it has one
+    if isinstance(value, LedgerRow) and "/".join(own[-2:]) != source_name(value.slot, value.incarnation):
         raise ValueError("a row of another incarnation")
     if isinstance(value, EnvErrorRow) and field_name != value.fingerprint:
         raise ValueError("a group of another name")
-    if isinstance(value, FoldedLives) and field_name != str(value.row.slot):
+    if isinstance(value, FoldedLives) and own[-1] != str(value.row.slot):
         raise ValueError("the lives of another slot")
     if isinstance(value, ProcessState) and field_name != value.name:
         raise ValueError("the state of another process")
@@ -179,6 +192,26 @@ def _env_error(text: str) -> EnvErrorRow:
 def _source(text: str) -> SourceKey:
     slot, incarnation = text.split("/")
     return _slot(slot), _incarnation(incarnation)
+
+
+def _group(text: str) -> str:
+    if not re.fullmatch(GROUP_PATTERN, text):
+        raise ValueError("not a group's name")
+    return text
+
+
+def _of_group(name: Callable[[str], K]) -> Callable[[str], tuple[str, K]]:
+    """Return what parses group/name, where `name` parses the rest."""
+
+    def parse(text: str) -> tuple[str, K]:
+        group, _, own = text.partition("/")
+        return _group(group), name(own)
+
+    return parse
+
+
+def _own(found: Mapping[tuple[str, K], V], group: str) -> dict[K, V]:
+    return {name: value for (own, name), value in found.items() if own == group}
 
 
 def _count(text: str) -> int:

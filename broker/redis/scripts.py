@@ -17,8 +17,9 @@ MERGE = """
 -- KEYS as named below; ARGV[1]: JSON of the report (see report.py: _as_json); from ARGV[2] on, the type of each key.
 -- Returns the counters it had to skip, and the rows that Redis has newer ones of; 'other' where the last part that
 -- Redis got is not the one that the broker thinks.
-local FLEET, LEDGER, FOLDED, TOTALS, SOURCES, GAUGES, WORKERS, LEASE, INCARNATIONS, RUNNER_STATE, EVENTS, METRICS,
-  METRIC_SUMS, POLICIES, ERRORS, TASKS, TASK_FIGURES, HISTORY_5S, HISTORY_60S = unpack(KEYS)
+local FLEET, LEDGER, FOLDED, TOTALS, SOURCES, GAUGES, WORKERS, LEASE, GROUPS, GROUP_LEDGER, GROUP_FOLDED, INCARNATIONS,
+  RUNNER_STATE, EVENTS, METRICS, METRIC_SUMS, POLICIES, ERRORS, TASKS, TASK_FIGURES, HISTORY_5S, HISTORY_60S =
+  unpack(KEYS)
 local report = cjson.decode(ARGV[1])
 local skipped = {}
 
@@ -128,7 +129,23 @@ end
 set(FLEET, report.fleet)
 if not report.fleet.ended_unix_s then redis.call('HDEL', FLEET, 'ended_unix_s') end
 
-local function lives_of(text)
+if report.groups then  -- known
+  for _, name in ipairs(redis.call('HKEYS', GROUPS)) do
+    for _, key in ipairs(report.groups[name] and {} or {GROUP_LEDGER, GROUP_FOLDED}) do
+      for _, field in ipairs(redis.call('HKEYS', key)) do
+        if string.sub(field, 1, #name + 1) == name .. '/' then redis.call('HDEL', key, field) end
+      end
+    end
+  end
+  replace(GROUPS, report.groups)
+end
+
+-- A slot of a consumer group is named group/slot. Its books are in hashes of their own, and have no counters.
+local function is_of_group(slot) return string.find(slot, '/', 1, true) end
+
+-- Returns the highest folded life of a slot, the number of its folded lives, and the gaps between them.
+local function lives_of(slot)
+  local text = redis.call('HGET', is_of_group(slot) and GROUP_FOLDED or FOLDED, slot)
   local ok, known = pcall(cjson.decode, text or '')
   if not ok or type(known) ~= 'table' or type(known.highest) ~= 'number' or not are_pairs(known.missing) then
     return 0, 0, {}
@@ -138,7 +155,7 @@ local function lives_of(text)
   return known.highest, count, known.missing
 end
 
--- Moves the counters of a folded life to those of all folded lives of its slot, and removes its row.
+-- Moves the counters of a folded life to those of all folded lives of its slot.
 local function move(source, folded)
   local fields, moved = {}, {}
   for i, name in ipairs(report.counter_names) do fields[i] = source .. '/' .. name end
@@ -155,27 +172,29 @@ local function move(source, folded)
     redis.call('HDEL', SOURCES, unpack(fields))
     set(SOURCES, moved)
   end
-  redis.call('HDEL', LEDGER, source)
 end
 
 for slot, lives in pairs(report.folded) do
-  local highest, count = lives_of(redis.call('HGET', FOLDED, slot) or nil)
+  local highest, count = lives_of(slot)
+  local of_group = is_of_group(slot)
   if highest > lives.highest or count > lives.lives then
     newer[#newer + 1] = slot .. '/0'
   else
     for _, incarnation in ipairs(lives.rows) do
-      move(string.format('%s/%.0f', slot, incarnation), slot .. '/0')
+      local source = string.format('%s/%.0f', slot, incarnation)
+      if not of_group then move(source, slot .. '/0') end
+      redis.call('HDEL', of_group and GROUP_LEDGER or LEDGER, source)
     end
-    redis.call('HSET', FOLDED, slot, lives.text)
+    redis.call('HSET', of_group and GROUP_FOLDED or FOLDED, slot, lives.text)
     merge_counters(slot .. '/0', lives.counters)
   end
 end
 
 local folded = {}
 local function is_folded(source)
-  local slot, incarnation = string.match(source, '^(%d+)/(%d+)$')
+  local slot, incarnation = string.match(source, '^(.+)/(%d+)$')
   if not slot then return false end
-  if not folded[slot] then folded[slot] = {lives_of(redis.call('HGET', FOLDED, slot) or nil)} end
+  if not folded[slot] then folded[slot] = {lives_of(slot)} end
   local highest, missing = folded[slot][1], folded[slot][3]
   incarnation = tonumber(incarnation)
   for _, gap in ipairs(missing) do
@@ -184,9 +203,10 @@ local function is_folded(source)
   return incarnation <= highest
 end
 
-local rows = {}
+local rows = {[LEDGER] = {}, [GROUP_LEDGER] = {}}
 for source, text in pairs(report.rows) do
-  local stored = redis.call('HGET', LEDGER, source)
+  local key = is_of_group(string.match(source, '^(.+)/')) and GROUP_LEDGER or LEDGER
+  local stored = redis.call('HGET', key, source)
   if stored == text then
     report.row_counters[source] = nil  -- merged when this row was written
   elseif is_folded(source) or (stored and knows_less(cjson.decode(text), stored)) then
@@ -194,10 +214,10 @@ for source, text in pairs(report.rows) do
     report.counters[source] = nil
     newer[#newer + 1] = source
   else
-    rows[source] = text
+    rows[key][source] = text
   end
 end
-set(LEDGER, rows)
+for key, fields in pairs(rows) do set(key, fields) end
 for source, counters in pairs(report.row_counters) do merge_counters(source, counters) end
 for source, counters in pairs(report.counters) do
   if not is_folded(source) then merge_counters(source, counters) end

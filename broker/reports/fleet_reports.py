@@ -12,6 +12,7 @@ from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.files.books_file import EndedLives
 from headrace.broker.files.lifetime_file import Lifetime
 from headrace.broker.redis.rows import ReceivedRow
+from headrace.broker.reports.group_reports import GroupReports, gauges_of
 from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.reports.reporter import RedisReporter
 from headrace.schemas.basics.bounds import Version
@@ -46,6 +47,7 @@ class FleetReports(BrokerObserver):
     ) -> None:
         self.metrics, self.reporter = metrics, reporter
         self._core = metrics.core
+        self._groups = GroupReports(metrics.core)
         self._lifetime = lifetime
         self._keep_weights = keep_weights
         self._interval_s = interval_s
@@ -57,6 +59,8 @@ class FleetReports(BrokerObserver):
         self._next_report = 0.0
         self._counters_of_ended = ended.counters_of()
         self._core.restore(ended.rows, {}, 0, lifetime.runner_state, ended.folded)
+        for name, own in ended.groups.items():
+            self._core.groups.restore(name, own.rows, own.folded)
         metrics.continue_from(self._counters_of_ended)
         self._restored = reporter is None or self._restore(_SAVED_WAIT_S)
         metrics.note_start()
@@ -101,6 +105,8 @@ class FleetReports(BrokerObserver):
         """Fold what may fold, and hand the reporter what has changed."""
         core, metrics, reporter = self._core, self.metrics, self.reporter
         self._restored = self._restored or self._restore(0.0)
+        if self._restored:
+            self._groups.fold(reporter)
         if reporter is None:
             rows = [source.ledger_row() for source in core.take_changed() if source.closed]
             core.folding.stored((row for row in rows if row is not None), durable=False)
@@ -110,8 +116,10 @@ class FleetReports(BrokerObserver):
             metrics.forget(core.fold(metrics.counters_of))
         if reporter is None:
             return
+        groups = self._groups.report(now) if self._restored else None
         blocked = _lacks_descriptors() or core.joins_blocked
         report = replace(metrics.report(now), joins_blocked=blocked, ended_unix_s=ended_unix_s, tasks=self.tasks)
+        report = replace(report, groups=groups, gauges={**report.gauges, **gauges_of(groups or {})})
         if not self._restored:  # what runners counted before is not known yet, and must not be written over
             report = replace(report, runner_state={}, metric_sums=None, env_errors=None, tasks={}, task_figures=None)
         reporter.offer(report)
@@ -124,6 +132,8 @@ class FleetReports(BrokerObserver):
             return False
         core, metrics, self.saved_tasks = self._core, self.metrics, saved.tasks
         core.restore(saved.rows.values(), saved.incarnations, saved.lease_epoch, saved.runner_state, saved.folded)
+        for name, own in saved.groups.items():
+            core.groups.restore(name, own.rows.values(), own.folded)
         known, is_folded = self._counters_of_ended, core.store.is_folded
         news = {key: own for key, own in saved.counters.items() if key not in known and key[1] and not is_folded(*key)}
         metrics.continue_from(news)

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from headrace.broker.files.books_file import EndedLives
 from headrace.broker.redis.parser import SourceKey
 from headrace.broker.reports.report import Part, Report
+from headrace.schemas.accounts.consumer_groups import GroupBooks
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.lifetime_counters import folded_counters, row_counters
@@ -84,18 +85,23 @@ class Mirror:
         """By slot, folded lives whose rows this Redis may still have."""
         self._names: set[str] = set()
         """Names of all counters that Redis may have of a life."""
+        self._groups: dict[str, Mirror] = {}
+        """The books of each consumer group besides the learner's."""
 
     def ended(self) -> EndedLives:
         """Return the books of lives that have ended."""
         rows = [row for row in self._rows.values.values() if row.closed]
         counters = [dict(self._counters.values.get((row.slot, row.incarnation), {})) for row in rows]
-        return EndedLives(folded=dict(self._folded.values), rows=rows, counters=counters)
+        groups = {name: own.ended() for name, own in self._groups.items()}
+        return EndedLives(folded=dict(self._folded.values), rows=rows, counters=counters, groups=groups)
 
     def ends_written(self) -> None:
         """Note that what `ended` returned last is in its file. Redis may have it now."""
         self.has_new_ends = False
         self._rows.unsent.update(self._unwritten)
         self._unwritten.clear()
+        for own in self._groups.values():
+            own.ends_written()
 
     def lifetime(self) -> tuple[dict[int, Counters], Mapping[str, SumsOfLife], Hashes, Hashes] | None:
         """Return the runners' counters, the sums, env failures and figures of tasks.
@@ -134,6 +140,18 @@ class Mirror:
             self._gone[slot] = None
         if report.folded:
             self.remove_folded([*self._rows.values, *self._counters.values])
+        if report.groups is not None:
+            self._take_groups(report.groups)
+
+    def _take_groups(self, groups: Mapping[str, GroupBooks]) -> None:
+        """Take what changed in the books of groups. Forget those that are gone."""
+        for name in self._groups.keys() - groups.keys():
+            del self._groups[name]
+            self.has_new_ends = True
+        for name, books in groups.items():
+            own = self._groups.setdefault(name, Mirror())
+            own.take(Report(rows=list(books.rows.values()), folded=books.folded))
+            self.has_new_ends = self.has_new_ends or own.has_new_ends
 
     def _hold_back(self, lives: Iterable[SourceKey]) -> None:
         """Hold back the rows of those lives that are not confirmed, until `ends_written`."""
@@ -151,6 +169,10 @@ class Mirror:
             self._errors_gone[name] = None
         for name in groups:
             self._errors_gone.pop(name, None)
+
+    def of_group(self, name: str) -> Mirror | None:
+        """Return the books of a consumer group besides the learner's; None for an unknown one."""
+        return self._groups.get(name)
 
     def remove_folded(self, rows: Iterable[SourceKey]) -> None:
         """Have Redis remove those of `rows` whose lives are folded."""
@@ -173,15 +195,19 @@ class Mirror:
         for fields in self._kinds:
             fields.forget_confirmed()
         self._hold_back(list(self._unwritten))
+        for own in self._groups.values():
+            own.forget_confirmed()
 
-    def next_part(self) -> Part | None:
+    def next_part(self, most: int = MOST_ROWS_A_PART) -> Part | None:
         """Return the next part to send; None when Redis lacks nothing. The first part of a report has its gauges."""
-        gone = self._gone or self._errors_gone
+        most //= 1 + len(self._groups)
+        parts = {name: part for name, own in self._groups.items() if (part := own.next_part(most)) is not None}
+        gone = self._gone or self._errors_gone or parts
         if not self._is_first and not gone and not any(fields.unsent for fields in self._kinds):
             return None
-        folded = self._folded.next(MOST_ROWS_A_PART)
-        rows = {} if folded else self._rows.next(MOST_ROWS_A_PART)
-        counters = {} if folded else self._counters.next(MOST_ROWS_A_PART)
+        folded = self._folded.next(most)
+        rows = {} if folded else self._rows.next(most)
+        counters = {} if folded else self._counters.next(most)
         counters |= {key: self._counters.values[key] for key in rows if key in self._counters.values}
         smaller: dict[str, Any] = {kind: fields.next(MOST_FIELDS_A_PART) for kind, fields in self._smaller.items()}
         report = replace(
@@ -190,6 +216,7 @@ class Mirror:
             counters=counters,
             folded=folded,
             workers_gone=list(islice(self._gone, MOST_FIELDS_A_PART)),
+            groups=_books_of(parts, self._newest.groups),
             **smaller,
         )
         self._learn_names(report)
@@ -200,6 +227,7 @@ class Mirror:
             lives={slot: sorted(self._lives[slot]) for slot in folded if slot in self._lives},
             counters=sorted(self._names) if folded else (),
             env_errors_gone=list(self._errors_gone),
+            group_lives={name: part.lives for name, part in parts.items()},
         )
 
     def _learn_names(self, report: Report) -> None:
@@ -225,3 +253,18 @@ class Mirror:
             self._gone.pop(slot, None)
         for slot in part.lives:
             self._lives.pop(slot, None)
+        for name, books in (report.groups or {}).items():
+            own = Report(rows=list(books.rows.values()), folded=books.folded)
+            self._groups[name].confirm(Part(own, lives=part.group_lives.get(name, {})))
+
+
+def _books_of(parts: Mapping[str, Part], newest: Mapping[str, GroupBooks] | None) -> dict[str, GroupBooks] | None:
+    """Return the state of each group with the books of its part, if it has one."""
+    if newest is None:
+        return None
+    empty = Part(Report())
+    reports = {name: parts.get(name, empty).report for name in newest}
+    return {
+        name: GroupBooks(newest[name].state, {(row.slot, row.incarnation): row for row in report.rows}, report.folded)
+        for name, report in reports.items()
+    }

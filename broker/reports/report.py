@@ -18,6 +18,7 @@ from headrace.broker.redis.client import RedisReader
 from headrace.broker.redis.parser import HashParser, SourceKey
 from headrace.broker.redis.scripts import MERGE
 from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.consumer_groups import GroupBooks
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
@@ -52,6 +53,8 @@ class Report:
       are not known yet, so metrics and sums in Redis stay.
     - env_errors, task_figures: all groups of failures of envs, by fingerprint, and the figures of tasks, by name. None:
       those in Redis are not known yet, and stay.
+    - groups: the state of each consumer group besides the learner's, by name, and what changed in its books. A group
+      that is missing is removed from Redis. None: the groups in Redis are not known yet, and stay.
     - events: news since the last report, each a flat dict.
     - refused: (peer, kind, count) of the messages refused most since the broker started.
     - joins_blocked: why no peer can join now; "" where peers can.
@@ -73,6 +76,7 @@ class Report:
     env_errors: Mapping[str, Mapping[str, Any]] | None = None
     tasks: Mapping[str, str] = field(default_factory=dict)
     task_figures: Mapping[str, Mapping[str, float]] | None = None
+    groups: Mapping[str, GroupBooks] | None = None
     events: Sequence[Mapping[str, Any]] = ()
     refused: Sequence[tuple[str, str, int]] = ()
     joins_blocked: str = ""
@@ -85,7 +89,7 @@ class Part:
 
     - is_first: it has the parts that every report has: gauges, lease, policies, metrics, figures of tasks and events.
     - clears_workers: remove all workers' states from Redis, except those in this part.
-    - lives: by slot, lives in `folded` whose rows Redis may still have.
+    - lives: by slot, lives in `folded` whose rows Redis may still have. group_lives: the same of each group.
     - env_errors_gone: groups that were summed up with others.
     - counters: names of all counters that Redis may have of these lives.
     """
@@ -94,6 +98,7 @@ class Part:
     is_first: bool = True
     clears_workers: bool = True
     lives: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    group_lives: Mapping[str, Mapping[int, Sequence[int]]] = field(default_factory=dict)
     counters: Sequence[str] = ()
     env_errors_gone: Sequence[str] = ()
 
@@ -171,7 +176,7 @@ class MergeScript:
 
 def _as_json(part: Part) -> dict[str, Any]:
     """Return a part of a report as the MERGE script reads it: integers to compare, all else as text to store."""
-    report = part.report
+    report, groups = part.report, part.report.groups or {}
     rows = {keys.source_name(row.slot, row.incarnation): row for row in report.rows}
     from_rows = {source: row_counters(row) for source, row in rows.items()}
     further: dict[str, dict[str, int]] = {}
@@ -180,10 +185,23 @@ def _as_json(part: Part) -> dict[str, Any]:
         said_by_row = from_rows.get(source, {})
         further[source] = {name: value for name, value in counters.items() if name not in said_by_row}
     body: dict[str, Any] = {
-        "rows": {source: row.model_dump_json() for source, row in rows.items()},
+        "rows": {source: row.model_dump_json() for source, row in rows.items()}
+        | {
+            f"{name}/{keys.source_name(*life)}": row.model_dump_json()
+            for name, books in groups.items()
+            for life, row in books.rows.items()
+        },
         "row_counters": from_rows,
         "counters": further,
-        "folded": {str(slot): _folded_json(lives, part.lives.get(slot, ())) for slot, lives in report.folded.items()},
+        "folded": {str(slot): _folded_json(lives, part.lives.get(slot, ())) for slot, lives in report.folded.items()}
+        | {
+            f"{name}/{slot}": {
+                **_folded_json(lives, part.group_lives.get(name, {}).get(slot, ())),
+                "counters": {},
+            }
+            for name, books in groups.items()
+            for slot, lives in books.folded.items()
+        },
         "counter_names": list(part.counters),
         "workers": {str(slot): orjson.dumps(state).decode() for slot, state in report.workers.items()},
         "workers_gone": [str(slot) for slot in report.workers_gone],
@@ -197,9 +215,11 @@ def _as_json(part: Part) -> dict[str, Any]:
     }
     if not part.is_first:
         return body
-    sums = {} if report.metric_sums is None else {"metric_sums": _json_of(report.metric_sums)}
+    sums: dict[str, Any] = {} if report.metric_sums is None else {"metric_sums": _json_of(report.metric_sums)}
     if report.task_figures is not None:
         sums["task_figures"] = {task: orjson.dumps(own).decode() for task, own in report.task_figures.items()}
+    if report.groups is not None:
+        sums["groups"] = {name: books.state.model_dump_json(exclude_none=True) for name, books in groups.items()}
     return (
         body
         | sums
@@ -241,6 +261,7 @@ class SavedState:
     weights: StoredBlob | None
     tasks: bytes
     task_figures: dict[str, dict[str, float]]
+    groups: dict[str, GroupBooks]
 
 
 def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
@@ -256,6 +277,7 @@ def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
         keys.ERRORS,
         keys.TASKS,
         keys.TASK_FIGURES,
+        *keys.OF_GROUPS,
     )
     raw, wrong = RedisReader(client).hashes_at_once({key.name: keys.key_name(fleet_id, key) for key in wanted})
     values = HashParser(garbage=wrong)
@@ -271,6 +293,7 @@ def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
         weights=weights_in(client, fleet_id).load(),
         tasks=raw["tasks"].get(b"newest", b""),
         task_figures=values.task_figures(raw["task_figures"]),
+        groups=values.groups(*(raw[key.name] for key in keys.OF_GROUPS)),
     )
     for sentence in values.garbage:
         log.error("left out a value in Redis: %s", sentence)

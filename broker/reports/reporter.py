@@ -17,8 +17,8 @@ import math
 import re
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 
 from redis.exceptions import RedisError
 
@@ -32,7 +32,7 @@ from headrace.broker.reports.mirror import Mirror
 from headrace.broker.reports.report import LIVE_S, MergeScript, Part, Report, SavedState, read_saved_state
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.ledger import LedgerRow
-from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.bounds import TRAIN, Version
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.settings.config import REDIS_BYTES_PER_HOUR
 from headrace.schemas.settings.redis_url import without_password
@@ -85,7 +85,7 @@ class RedisReporter:
         self._offered: list[Report] = []
         self._is_behind = False
         """True while Redis lacks something that was offered."""
-        self._closed_rows: list[LedgerRow] = []
+        self._closed_rows: defaultdict[str, list[LedgerRow]] = defaultdict(list)
         self._weights: StoredBlob | None = None
         self._told_too_large = False
         self._events: deque[tuple[int, list[str]]] = deque(maxlen=MOST_EVENTS)
@@ -125,11 +125,10 @@ class RedisReporter:
             self._offered.append(report)
             self._news.notify_all()
 
-    def take_closed_rows(self) -> list[LedgerRow]:
-        """Return the rows of ended lives that Redis has since the last call."""
+    def take_closed_rows(self, group: str = TRAIN) -> list[LedgerRow]:
+        """Return the rows of ended lives that Redis has since the last call, of one consumer group."""
         with self._news:
-            closed, self._closed_rows = self._closed_rows, []
-            return closed
+            return self._closed_rows.pop(group, [])
 
     @property
     def is_idle(self) -> bool:
@@ -323,17 +322,23 @@ class RedisReporter:
     def _find_folded_rows(self) -> None:
         """Find rows in Redis whose lives are folded, and counters there: it may have lost the newest writes."""
         ledger, sources = (keys.key_name(self._fleet_id, key) for key in (keys.LEDGER, keys.SOURCES))
-        found = [(_life(name), name) for name in RedisReader(self._client).fields(ledger)]
-        self._mirror.remove_folded([life for life, _ in found if life is not None])
+        self._mirror.remove_folded(_lives(RedisReader(self._client).fields(ledger))[TRAIN])
+        in_groups = _lives(RedisReader(self._client).fields(keys.key_name(self._fleet_id, keys.GROUP_LEDGER)))
+        for name, lives in in_groups.items():
+            if (own := self._mirror.of_group(name)) is not None:
+                own.remove_folded(lives)
         if self._mirror.lacks_folded:
             names = (name.split(b"/", 2)[2:] for name in RedisReader(self._client).fields(sources))
             self._mirror.know_counters({last[0].decode(errors="replace") for last in names if last})
 
     def _note_sent(self, part: Part, events: list[tuple[int, list[str]]], newer: set[str]) -> None:
-        names = ((row, keys.source_name(row.slot, row.incarnation)) for row in part.report.rows if row.closed)
-        closed = [row for row, name in names if name not in newer]
+        rows = {keys.source_name(row.slot, row.incarnation): (TRAIN, row) for row in part.report.rows}
+        for group, books in (part.report.groups or {}).items():
+            rows |= {f"{group}/{keys.source_name(*life)}": (group, row) for life, row in books.rows.items()}
         with self._news:
-            self._closed_rows += closed
+            for name, (group, row) in rows.items():
+                if row.closed and name not in newer:
+                    self._closed_rows[group].append(row)
             while events and self._events and self._events[0][0] <= events[-1][0]:
                 self._events.popleft()
 
@@ -372,6 +377,10 @@ class RedisReporter:
             log.info("Redis at %s is back after %.1f s (%d failures so far)", self._url, away_s, failures)
 
 
-def _life(name: bytes) -> SourceKey | None:
-    found = re.fullmatch(rb"(\d{1,9})/(\d{1,9})", name)
-    return (int(found[1]), int(found[2])) if found else None
+def _lives(fields: Iterable[bytes]) -> defaultdict[str, list[SourceKey]]:
+    """Return the lives of these fields of `ledger` or `group_ledger`, by consumer group."""
+    lives: defaultdict[str, list[SourceKey]] = defaultdict(list)
+    for name in fields:
+        if found := re.fullmatch(rb"(?:(\w[\w-]*)/)?(\d{1,9})/(\d{1,9})", name):
+            lives[(found[1] or TRAIN.encode()).decode()].append((int(found[2]), int(found[3])))
+    return lives

@@ -9,6 +9,7 @@ from typing import Any
 from headrace.broker.batches.batch_store import BatchStore
 from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.batches.source import Source
+from headrace.broker.sessions.consumer_groups import ConsumerGroups
 from headrace.broker.sessions.outbox import Outbox
 from headrace.schemas.basics.bounds import MOST_COUNT, WINDOW
 from headrace.schemas.messages import Ack
@@ -28,10 +29,18 @@ class Acknowledgements:
     `waits_for` names the peer that a worker without credit waits for.
     """
 
-    def __init__(self, limits: BrokerLimits, store: BatchStore, outbox: Outbox, waits_for: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        limits: BrokerLimits,
+        store: BatchStore,
+        outbox: Outbox,
+        groups: ConsumerGroups,
+        waits_for: Callable[[], str],
+    ) -> None:
         self._limits = limits
         self._store = store
         self._outbox = outbox
+        self._groups = groups
         self._waits_for = waits_for
         self.due_at = math.inf
         """Time at which the next Ack is due if nothing more changes."""
@@ -42,6 +51,7 @@ class Acknowledgements:
         `workers` is the number of workers that share the credit.
         """
         changed = self._store.changed
+        changed |= self._groups.take_changed() & self._store.sources.keys()
         is_due = now >= self.due_at
         for source in [self._store.sources[key] for key in changed]:
             if is_due or source.progress() - source.told >= _GATHER:
@@ -56,25 +66,38 @@ class Acknowledgements:
     def ack(self, source: Source, workers: int) -> Ack:
         """Return the Ack with the present state of `source` for its worker."""
         source.told = source.progress()
-        told, rounds = self.told(source, workers), self._store.rounds
-        waits_for = rounds.waiting_for() if rounds.active else ""
+        told = self.told(source, workers)
         return Ack(
             dropped=dict(source.dropped),
             closed=source.closed,
-            waiting_for=self._waits_for() if told["credit"] <= source.accepted else waits_for,
+            waiting_for=self._awaited(source, has_credit=told["credit"] > told["accepted"]),
             **told,
         )
+
+    def _awaited(self, source: Source, *, has_credit: bool) -> str:
+        """Return which peer this worker waits for, as `Ack.waiting_for` names it."""
+        rounds = self._store.rounds
+        if not has_credit or source.blocked:
+            for group, own in self._groups.of(source):
+                if own.settled.seq < source.settled.seq:
+                    return f"group {group.name}"
+        if not has_credit:
+            return self._waits_for()
+        return rounds.waiting_for() if rounds.active else ""
 
     def told(self, source: Source, workers: int) -> dict[str, Any]:
         """Return the fields that an Ack and a welcome have in common. Hold the worker to its credit from now on."""
         store, limits, credit = self._store, self._limits, self.credit(source, workers)
-        source.credit = max(source.credit, credit)
+        groups = list(self._groups.of(source))
+        for its in (source, *(own for _, own in groups)):
+            its.credit = max(its.credit, credit)
         left = None if store.max_env_steps is None else max(0, store.max_env_steps - store.steps)
         return {
             "slot": source.slot,
             "incarnation": source.incarnation,
-            "accepted": source.accepted,
+            "accepted": min((source.accepted, *(own.accepted for _, own in groups))),
             "settled": source.settled,
+            "groups": {group.name: own.settled for group, own in groups},
             "credit": credit,
             "window_steps": self._window_steps(source, workers),
             "synchronous": store.rounds.known,
@@ -103,16 +126,22 @@ class Acknowledgements:
 
         It is the worker's share of the room left. While the broker holds none of its batches, and is not full, the
         worker may send one in any case, so that a batch larger than a share gets through too. With `drop_oldest` there
-        is always room once the broker may drop batches. No worker keeps more than `WINDOW` batches unsettled.
+        is always room once the broker may drop batches. No worker keeps more than `WINDOW` batches unsettled. Where
+        groups hold batches too, the one with the least room decides.
         """
+        credits = (self._credit(group.store, own, workers) for group, own in self._groups.of(source))
+        return min((self._credit(self._store, source, workers), *credits))
+
+    def _credit(self, store: BatchStore, source: Source, workers: int) -> int:
+        """Return the same for what one store holds of the worker."""
         if source.ended:
             return source.accepted
-        if self._store.makes_room:
+        if store.makes_room:
             batches = _MOST_CREDIT
         else:
             limits, share = self._limits, max(1, workers)
-            batches = max(0, self._store.room) // share // (source.batch_bytes or limits.max_batch_bytes)
+            batches = max(0, store.room) // share // (source.batch_bytes or limits.max_batch_bytes)
             if limits.max_held_batches is not None:
-                batches = min(batches, max(0, limits.max_held_batches - self._store.batches) // share)
-            batches = max(min(batches, _MOST_CREDIT), 0 if source.held or not self._store.takes_one else 1)
+                batches = min(batches, max(0, limits.max_held_batches - store.batches) // share)
+            batches = max(min(batches, _MOST_CREDIT), 0 if source.held or not store.takes_one else 1)
         return max(source.accepted, min(source.accepted + batches, source.settled.seq + WINDOW))

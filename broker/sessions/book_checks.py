@@ -19,7 +19,8 @@ def check_books(message: Message) -> None:
             _check_room("incarnation", message.incarnation, MOST_LIVES)
             _check_room("learner epoch", message.weights[0], MOST_EPOCH)
             _check_totals(message.totals)
-            _check_settled(message.settled, message.totals)
+            for settled in (message.settled, *message.groups.values()):
+                _check_settled(settled, message.totals)
         case LearnerHello():
             _check_room("learner epoch", message.epoch, MOST_EPOCH)
         case Heartbeat():
@@ -51,12 +52,15 @@ def _check_last_words(words: LastWords) -> None:
     totals, settled = words.totals, words.settled
     _check_totals(totals)
     _check_settled(settled, totals)
-    numbers = [batch.seq for batch in words.window]
-    if numbers != sorted(set(numbers)) or not set(numbers) <= set(range(settled.seq + 1, totals.seq + 1)):
-        told = f"where {totals.seq} are cut and {settled.seq} settled"
+    for by_group in words.groups.values():
+        _check_settled(by_group, totals)
+    numbers, by_all = [batch.seq for batch in words.window], min(one.seq for one in (settled, *words.groups.values()))
+    if numbers != sorted(set(numbers)) or not set(numbers) <= set(range(by_all + 1, totals.seq + 1)):
+        told = f"where {totals.seq} are cut and {by_all} settled"
         raise _implausible(f"batches {numbers[:3]}... in the window, {told}")
-    kept, shipped = plus(settled.total(), total_of(batch.count for batch in words.window)), _shipped(totals)
-    is_whole = len(numbers) == totals.seq - settled.seq
+    left = [batch for batch in words.window if batch.seq > settled.seq]
+    kept, shipped = plus(settled.total(), total_of(batch.count for batch in left)), _shipped(totals)
+    is_whole = len(left) == totals.seq - settled.seq
     if kept[0] > shipped[0] or kept[1] > shipped[1] or (is_whole and kept != shipped):
         raise _implausible(f"{kept} settled or in the window; {shipped} are shipped")
 

@@ -25,11 +25,12 @@ from headrace.broker.batches.slot_owners import SlotOwners
 from headrace.broker.batches.source import Peer, Source
 from headrace.broker.sessions.acknowledgements import Acknowledgements
 from headrace.broker.sessions.book_checks import check_books, check_books_of_batch
+from headrace.broker.sessions.consumer_groups import ConsumerGroups
 from headrace.broker.sessions.learner_sessions import LearnerSessions
 from headrace.broker.sessions.outbox import Outbox, Send
 from headrace.broker.sessions.worker_sessions import WorkerSessions
 from headrace.schemas.accounts.folded_lives import FoldedLives
-from headrace.schemas.accounts.ledger import Discard, LedgerRow
+from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.runner_counters import Counters, larger
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.batch import BatchHeader
@@ -39,6 +40,7 @@ from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import (
     Bye,
     Commit,
+    GroupHello,
     Heartbeat,
     LearnerHello,
     Message,
@@ -65,11 +67,21 @@ class BrokerCore:
         """Why no peer can join; "" where peers can."""
         self.outbox = Outbox()
         self.learners = LearnerSessions(fleet_id, self.state, self.store, self.outbox)
-        self._acks = Acknowledgements(limits, self.store, self.outbox, self.learners.waits_for)
+        self.groups = ConsumerGroups(fleet_id, limits, self.state, self.store, self.outbox, now)
+        self.observers.append(self.groups)
+        self._acks = Acknowledgements(limits, self.store, self.outbox, self.groups, self.learners.waits_for)
         self.owners = SlotOwners(limits, self.state)
-        self.folding = Folding(self.store)
+        self.folding = Folding(self.store, self.groups.have_closed)
         self.workers = WorkerSessions(
-            fleet_id, limits, self.state, self.store, self.outbox, self._acks, self.owners, self.folding.is_final
+            fleet_id,
+            limits,
+            self.state,
+            self.store,
+            self.outbox,
+            self.groups,
+            self._acks,
+            self.owners,
+            self.folding.is_final,
         )
         self._heartbeat_interval_s = limits.heartbeat_interval_s
         self._started = now
@@ -78,6 +90,7 @@ class BrokerCore:
         self._introductions: dict[type, Callable[[Peer, Any, float, str | None], None]] = {
             WorkerHello: self._on_worker_hello,
             LearnerHello: self._on_learner_hello,
+            GroupHello: self._on_group_hello,
             SupervisorHello: self.workers.on_supervisor_hello,
         }
         self.handlers: dict[type, Callable[[Peer, Any, float], None]] = {
@@ -85,7 +98,7 @@ class BrokerCore:
             Bye: self.workers.on_bye,
             Obituary: self.workers.on_obituary,
             Skip: self.workers.on_skip,
-            Commit: self.learners.on_commit,
+            Commit: self._on_commit,
         }
         """By class of message; a feature adds its own."""
 
@@ -112,14 +125,18 @@ class BrokerCore:
             self.refusals.note(self.name_of(peer), "unexpected_kind", detail)
             self.outbox.reject(peer, "unexpected_kind", detail)
             return
-        self.learners.deliver()
+        self._deliver()
         self._tell_exhausted()
+
+    def _deliver(self) -> None:
+        self.learners.deliver()
+        self.groups.deliver()
 
     def expel(self, peer: Peer, code: str, detail: str) -> None:
         """End the session of a peer, and send it the reason. The batches that it has delivered stay."""
         self.outbox.reject(peer, code, detail)
         self.workers.expel(peer)
-        self.learners.expel(peer)
+        self._sessions_of(peer).expel(peer)
 
     def _refuse(self, peer: Peer, message: Message, error: DecodeError) -> None:
         """Count and log a message that is wrong, and reject it if its sender waits for an answer."""
@@ -133,7 +150,11 @@ class BrokerCore:
 
     def gone(self, peer: Peer) -> None:
         """Note that a peer's connection is closed. The peer sends HELLO when it reconnects."""
-        self.learners.on_gone(peer)
+        self._sessions_of(peer).on_gone(peer)
+
+    def _sessions_of(self, peer: Peer) -> LearnerSessions:
+        """Return the sessions that a connection of a learner, or of a group's reader, belongs to."""
+        return self.groups.sessions_of(peer) or self.learners
 
     def receive_batch(self, peer: Peer, header: BatchHeader, frames: list[Buffer], nbytes: int, now: float) -> bool:
         """Handle a BATCH of `nbytes` in all. Return whether it was accepted, which happens once for each batch id."""
@@ -145,12 +166,13 @@ class BrokerCore:
             return False
         accepted = self.workers.on_batch(peer, header, frames, nbytes, now)
         if accepted:
-            self.learners.deliver()
+            self._deliver()
         return accepted
 
     def published(self, version: Version, now: float) -> None:
         """Note that the relay has taken this version."""
         self.store.publish(version)
+        self.groups.publish(version)
         self._advance_round(now)
 
     def _advance_round(self, now: float) -> None:
@@ -171,7 +193,7 @@ class BrokerCore:
             self.store.drop_stale()
         self.workers.tick(now)
         self._advance_round(now)
-        self.learners.deliver()
+        self._deliver()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_interval_s
             self.workers.mark_silent_changed(now)
@@ -190,21 +212,7 @@ class BrokerCore:
         """Take over what Redis remembers of earlier brokers of this fleet. Newer knowledge stays."""
         self._forget(self.folding.adopt(folded or {}))
         for row in rows:
-            if self.store.is_folded(row.slot, row.incarnation):
-                continue  # the earlier broker wrote the sum to its file, and not yet to Redis
-            source = self.store.source(row.slot, row.incarnation)
-            self.store.prove(source, row.totals)
-            if why := source.dispute(row.settled):
-                self.refusals.note("Redis", "implausible row", f"slot {row.slot} incarnation {row.incarnation}: {why}")
-                continue
-            source.made_before = max(source.made_before, row.totals.steps_of_envs)
-            source.batches_before = max(source.batches_before, row.totals.seq)
-            self.store.merge_settled(source, row.settled)
-            if row.closed and row.held == (0, 0) and not source.closed and not source.held:
-                source.totals, source.closed, source.restored = row.totals, True, row
-                source.end_reason, source.end_taken = source.end_reason or Discard.WORKER_KILLED, row.end_taken
-            elif source.restored is not None and row.closed and row.settled.seq > source.restored.settled.seq:
-                source.restored = row  # Redis knows more than the file
+            self.store.restore(row)
         for slot, incarnation in incarnations.items():
             self.state.incarnations[slot] = max(self.state.incarnations.get(slot, 0), incarnation)
         for slot, known in (counters or {}).items():
@@ -223,6 +231,7 @@ class BrokerCore:
         for source in sources:
             self.workers.forget_peer(source)
             self.learners.forget(source)
+            self.groups.ended(source)
 
     def take_changed(self) -> list[Source]:
         """Return the sources that have changed since the last call."""
@@ -248,13 +257,14 @@ class BrokerCore:
             return f"worker {source.slot} (incarnation {source.incarnation}, pid {source.pid} on {source.host!r})"
         if peer in self.workers.supervisors:
             return "a supervisor"
-        return self.learners.name_of(peer) or f"unknown peer {peer[1:].hex():.8}"
+        return self._sessions_of(peer).name_of(peer) or f"unknown peer {peer[1:].hex():.8}"
 
     def knows(self, peer: Peer) -> bool:
         """Return whether this peer has introduced itself, and its HELLO was accepted."""
-        lease = self.learners.lease
-        of_worker = peer in self.workers.peers or peer in self.workers.supervisors
-        return of_worker or (lease is not None and peer in (lease.stream, lease.publisher))
+        if peer in self.workers.peers or peer in self.workers.supervisors:
+            return True
+        lease = self._sessions_of(peer).lease
+        return lease is not None and peer in lease.connections()
 
     @property
     def has_learner(self) -> bool:
@@ -275,7 +285,10 @@ class BrokerCore:
         return list(self.workers.peers.values())
 
     def _send_status(self) -> None:
-        self.learners.send_status(self.live(), self.workers.spaces)
+        live = self.live()
+        waiting = sum(1 for source in live if source.blocked and source.blocked != "group")
+        self.learners.send_status(live, self.workers.spaces, waiting)
+        self.groups.send_status(live, self.workers.spaces)
 
     def _tell_exhausted(self) -> None:
         """Send the learner a status immediately when no worker and no unsettled batch is left: it may be stopping."""
@@ -305,6 +318,13 @@ class BrokerCore:
     def _on_learner_hello(self, peer: Peer, hello: LearnerHello, now: float, _: str | None) -> None:
         self.learners.on_hello(peer, hello, self.workers.spaces, now)
         self.workers.close_dead(now)
+
+    def _on_group_hello(self, peer: Peer, hello: GroupHello, now: float, _: str | None) -> None:
+        self.groups.on_hello(peer, hello, self.workers.spaces, now)
+        self.workers.mark_all_changed()
+
+    def _on_commit(self, peer: Peer, commit: Commit, now: float) -> None:
+        self._sessions_of(peer).on_commit(peer, commit, now)
 
     def _on_heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> None:
         source = self.workers.peers.get(peer)

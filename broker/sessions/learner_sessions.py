@@ -6,13 +6,13 @@ import logging
 from typing import Any
 
 from headrace.broker.batches.batch_store import BatchStore
-from headrace.broker.batches.limits import BrokerState
+from headrace.broker.batches.limits import GroupState
 from headrace.broker.batches.source import Peer, Source, StoredBatch
 from headrace.broker.sessions.learner_measures import LearnerMeasures
 from headrace.broker.sessions.lease import LearnerLease
 from headrace.broker.sessions.outbox import Outbox
 from headrace.schemas.accounts.ledger import Discard, Drop, HeldBatch
-from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.bounds import TRAIN, Version
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.credentials.tokens import digest_of, same_token
 from headrace.schemas.errors import DecodeError
@@ -39,14 +39,19 @@ CHECK_S = 0.25
 
 
 class LearnerSessions:
-    """The lease of one fleet's learner and the sessions of its stream and publisher. A core has one such object."""
+    """The lease of one fleet's learner and the sessions of its stream and publisher. A core has one such object.
 
-    def __init__(self, fleet_id: str, state: BrokerState, store: BatchStore, outbox: Outbox) -> None:
+    Each other consumer group, `group`, has one too, for its reader's stream.
+    """
+
+    def __init__(self, fleet_id: str, state: GroupState, store: BatchStore, outbox: Outbox, group: str = TRAIN) -> None:
         self.lease: LearnerLease | None = None
         self._fleet_id = fleet_id
         self._state = state
         self._store = store
         self._outbox = outbox
+        self._who = "learner" if group == TRAIN else f"reader of group {group!r}"
+        self._waits_for = "learner" if group == TRAIN else f"group {group}"
         self._warnings = CountedWarnings(log)
         self._weights_told: dict[str, Any] = {}
         self.measures = LearnerMeasures()
@@ -136,8 +141,13 @@ class LearnerSessions:
             self.lease.publisher = None
 
     def _fence(self, peer: Peer | None) -> None:
-        detail = f"a newer learner (epoch {self._state.epoch}) has taken over; this one must stop"
+        detail = f"a newer {self._who} (epoch {self._state.epoch}) has taken over; this one must stop"
         self._outbox.send(peer, Fenced(detail=detail))
+
+    def dismiss(self, detail: str) -> None:
+        """End the session of the lease holder, for the reason in `detail`."""
+        for peer in self.lease.connections() if self.lease is not None else ():
+            self._outbox.send(peer, Fenced(detail=detail))
 
     def _send_welcome(self, peer: Peer, learner: LearnerLease, spaces: dict[str, Any]) -> None:
         learner.weights_told[peer] = self._weights_told
@@ -259,8 +269,8 @@ class LearnerSessions:
             self._outbox.send(learner.stream, start)
         learner.told[source.key] = seq
 
-    def send_status(self, workers: list[Source], spaces: dict[str, Any]) -> None:
-        """Send the heartbeat to the learner."""
+    def send_status(self, workers: list[Source], spaces: dict[str, Any], waiting: int) -> None:
+        """Send the heartbeat to the learner, for which `waiting` of the `workers` wait."""
         learner = self.lease
         self._weights_told = next((source.weights_told for source in workers if source.weights_told), {})
         if learner is None:
@@ -270,7 +280,7 @@ class LearnerSessions:
             held_batches=self._store.held_batches(),
             workers=len(workers),
             workers_here=sum(1 for source in workers if source.host and source.host == learner.hello.host),
-            workers_blocked=sum(1 for source in workers if source.blocked),
+            workers_blocked=waiting,
             spaces=spaces,
             published=self._store.weights,
             rows_stored=self.rows_stored,
@@ -290,11 +300,11 @@ class LearnerSessions:
     def name_of(self, peer: Peer) -> str:
         """Return the name of a peer that is a connection of the learner; "" for any other."""
         lease = self.lease
-        return f"the learner (epoch {lease.epoch})" if lease is not None and peer in lease.connections() else ""
+        return f"the {self._who} (epoch {lease.epoch})" if lease is not None and peer in lease.connections() else ""
 
     def waits_for(self) -> str:
-        """Return which peer a worker without credit waits for: "learner" or "broker"."""
-        return "learner" if self.lease is None or not self.lease.has_room() else "broker"
+        """Return which peer a worker without credit waits for: the learner, or another group, or "broker"."""
+        return self._waits_for if self.lease is None or not self.lease.has_room() else "broker"
 
 
 def _source_end(source: Source) -> SourceEnd:

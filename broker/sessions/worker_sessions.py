@@ -13,6 +13,7 @@ from headrace.broker.batches.limits import BrokerLimits, BrokerState
 from headrace.broker.batches.slot_owners import OTHER_GROUP, SlotOwners, of_group
 from headrace.broker.batches.source import Peer, Source, StoredBatch
 from headrace.broker.sessions.acknowledgements import Acknowledgements
+from headrace.broker.sessions.consumer_groups import ConsumerGroups
 from headrace.broker.sessions.outbox import Outbox
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.runner_counters import Counters, larger
@@ -64,6 +65,7 @@ class WorkerSessions:
         state: BrokerState,
         store: BatchStore,
         outbox: Outbox,
+        groups: ConsumerGroups,
         acks: Acknowledgements,
         owners: SlotOwners,
         is_final: Callable[[Source], bool],
@@ -76,6 +78,7 @@ class WorkerSessions:
         self._state = state
         self._store = store
         self._outbox = outbox
+        self._groups = groups
         self._acks = acks
         self._owners = owners
         self._ends: dict[tuple[int, int], tuple[Peer | None, LastWords]] = {}
@@ -117,6 +120,7 @@ class WorkerSessions:
         source.met_at = now if source.met_at is None else source.met_at
         self._store.merge_settled(source, hello.settled)
         self._store.prove(source, hello.totals)
+        self._groups.meet(source, hello.groups, hello.totals)
         source.token = hello.token
         self._supersede(slot, source.incarnation, now)
         self._owners.take(slot, group)
@@ -294,16 +298,17 @@ class WorkerSessions:
         source = self._source_of(peer, told.slot, told.incarnation)
         if source is None:
             return False
-        if held.seq != source.accepted + 1:
-            self._store.note_changed(source)
-            return False
+        is_next = held.seq == source.accepted + 1
         self._hear(source, now)
-        if excess := self._store.excess(source, held):
+        if excess := (is_next and self._store.excess(source, held)) or self._groups.excess(source, held):
             self._store.note_changed(source)
             self._refuse(peer, f"worker {source.slot} (incarnation {source.incarnation})", *excess)
             return False
-        self._store.accept(source, held, told)
-        return True
+        if is_next:
+            self._store.accept(source, held, told)
+            return True
+        self._store.note_changed(source)
+        return self._groups.resent(source, held, told)
 
     def on_heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> None:
         """Note the state that a worker reports, and answer with an Ack."""

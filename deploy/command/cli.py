@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from headrace.deploy.command import keys_command, monitoring_commands, redis_command, role_commands
+from headrace.deploy.command import groups_command, keys_command, monitoring_commands, redis_command, role_commands
 from headrace.deploy.command.option_table import command
 from headrace.deploy.process.exit_record import exit_record_path, write_exit_record
 from headrace.deploy.process.service_manager import service_manager
@@ -45,6 +45,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(groups_command.app, name="groups")
 app.add_typer(keys_command.app, name="keys")
 app.add_typer(redis_command.app, name="redis")
 app.add_typer(role_commands.app)

@@ -511,7 +511,9 @@ class Fleet:
         """
         news_s = 2 * (self.config.broker.report_interval_s + INTERVAL_S)  # the gauge may be older than the drain
         limit_s, lease = self.config.supervisor.stop_timeout_s, self.snapshot.lease if self.snapshot else {}
-        whom = f"{named_learner(lease) or 'the learner'} to commit the batches that the broker holds"
+        groups = self.snapshot.groups if self.snapshot else {}
+        holding = [f" and group {name}" for name, books in groups.items() if books.state.on_slow == "wait"]
+        whom = f"{named_learner(lease) or 'the learner'}{''.join(holding)} to commit the batches that the broker holds"
         began = changed = time.monotonic()
         last = self._held_batches()
 
@@ -537,8 +539,12 @@ class Fleet:
         return bool(lease.get("connected")) and not lease.get("waiting")
 
     def _held_batches(self) -> float | None:
-        """Return the batches accepted and not settled, as the broker last reported; None when it never did."""
-        return self.snapshot.gauges.get("held_batches") if self.snapshot else None
+        """Return the batches that the learner, or groups that hold them, have not settled; None if nobody told."""
+        if self.snapshot is None or "held_batches" not in self.snapshot.gauges:
+            return None
+        groups = (books.state for books in self.snapshot.groups.values())
+        held = sum(state.held_batches for state in groups if state.on_slow == "wait")
+        return self.snapshot.gauges["held_batches"] + held
 
     def _stop(self, role: Role) -> None:
         self.supervisor.stop(role)

@@ -71,6 +71,9 @@ def find_bottleneck(facts: Facts, findings: Sequence[Finding]) -> Bottleneck | N
     if not learner or not workers or not _goes_on(facts) or any(one.severity == "error" for one in findings):
         return None
     idle, blocked = learner["wait"], workers["wait"]
+    if slow := next((one for one in findings if one.kind == "group_slow"), None):
+        what = f"the workers wait {_percent(blocked)} of their time"
+        return Bottleneck(f"the reader of {slow.whom} is the limit: {what}", "a quicker reader helps")
     if max(idle, blocked) < _WAITS:
         return _slow_learner(learner, "and steps are dropped") if _drops(facts) else None
     if idle <= blocked / 3:

@@ -53,6 +53,7 @@ LOSSES: Mapping[str, Loss] = {
     f"dropped/{Drop.POISON}": Loss("the broker or the learner could not read the batch", "as unreadable"),
     f"dropped/{Drop.GAP}": Loss("a batch before them is lost, so their episode cannot continue", "behind a gap"),
     f"dropped/{Drop.SHUTDOWN}": Loss("the fleet was stopped before they were delivered", "when the fleet stopped"),
+    f"dropped/{Drop.BEFORE_GROUP}": Loss("they were settled before the consumer group began", ""),
     f"dropped/{Drop.OTHER}": Loss("for a reason that only a newer version knows", "for other reasons"),
 }
 """By kind/reason."""

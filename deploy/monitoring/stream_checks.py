@@ -18,6 +18,7 @@ from headrace.deploy.monitoring.finding_kinds import Observation, observe
 from headrace.deploy.monitoring.process_checks import NUMBER, States, hosts_of, names_of
 from headrace.deploy.report.progress import number
 from headrace.deploy.run.redis_view import crowded_learner
+from headrace.schemas.accounts.consumer_groups import GroupRow
 from headrace.schemas.accounts.env_errors import OF_TASK
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.logged_metrics import NOT_FINITE
@@ -68,12 +69,25 @@ def waits_of_workers(facts: Facts, states: States) -> Iterator[Observation]:
         yield _no_weights(facts)
     elif _has_no_learner(facts):
         yield _no_learner(facts, len(waiting), len(states))
+    elif (name := _late_group(facts)) and (held_up := [state for state in waiting if _is_held_up(state)]):
+        yield _group_waits(facts, name, held_up, len(states))
     elif waiting and len(waiting) == len(states):
         yield _all_wait(facts, waiting)
     else:
         yield from _some_wait(facts, states)
         if facts.setting("serving.enabled") and not facts.snapshot.gauges.get("env_steps_per_s"):
             yield _no_clients(facts)
+
+
+def losing_groups(facts: Facts) -> Iterator[Observation]:
+    """Yield the consumer groups for which workers do not wait, and which lost batches in the last minute."""
+    for name, books in facts.snapshot.groups.items():
+        state = books.state
+        if risen(facts, labelled("group_lost_agent_steps", "group", name), _LATELY_S) > 0:
+            of_all = state.lost_steps / max(1, state.committed[0] + state.lost_steps + state.lag_steps)
+            why = "its reader is slower than the workers" if state.connected else "no reader of it is connected"
+            sentence = f"consumer group {name} has lost {state.lost_steps:,} agent steps, {100 * of_all:.2g} %: {why}"
+            yield observe(facts, "group_loses", f"group {name}", sentence, command=_removal(facts, name, state))
 
 
 def failing_envs(facts: Facts) -> Iterator[Observation]:
@@ -292,6 +306,48 @@ def _all_wait(facts: Facts, waiting: Sequence[Mapping[str, Any]]) -> Observation
         sentence += f"; the broker holds {full[1]}"
     kind = "no_commits" if for_s is not None and for_s >= _NO_COMMITS_S else "learner_slow"
     return observe(facts, kind, "learner", sentence, for_s, limit=full[0] if full else "")
+
+
+def _late_group(facts: Facts) -> str:
+    """Return the consumer group, of those that workers wait for, that is furthest behind the learner; "" for none."""
+    behind = facts.snapshot.gauges.get("held_agent_steps", 0.0)
+    lags = {
+        name: books.state.lag_steps for name, books in facts.snapshot.groups.items() if books.state.on_slow == "wait"
+    }
+    late = {name: steps for name, steps in lags.items() if steps > behind}
+    return max(late, key=lambda name: late[name], default="")
+
+
+def _is_held_up(state: Mapping[str, Any]) -> bool:
+    """Return whether a worker waits for a group: it says so, or has no batch that the learner has not committed."""
+    return state.get("blocked") == "group" or (
+        state.get("blocked") == "window" and not number(state.get("held_batches"))
+    )
+
+
+def _group_waits(facts: Facts, name: str, waiting: Sequence[Mapping[str, Any]], workers: int) -> Observation:
+    state, for_s = facts.snapshot.groups[name].state, _blocked_for(facts, waiting)
+    now = facts.snapshot.reported_unix_s or 0.0
+    heard = (
+        "none has come yet" if state.heard_unix_s is None else f"last heard of {now - state.heard_unix_s:,.0f} s ago"
+    )
+    who = f" ({one_line(state.program)}, pid {state.pid} on {one_line(state.host)})" if state.pid else ""
+    holds = f"{len(waiting)} of {workers} workers wait, since it has not committed {state.lag_steps:,} agent steps"
+    else_drop = 'let the group lose batches ("drop" in broker.consumer_groups)'
+    if not state.connected:
+        sentence = f"waiting for a reader of consumer group {name}; {heard}{who}; {holds}; start it, or {else_drop}"
+        command = _removal(facts, name, state)
+        return observe(facts, "no_group_reader", f"group {name}", sentence, for_s, command=command)
+    age = f", the oldest accepted {state.oldest_s:,.0f} s ago"
+    sentence = f"waiting for the reader of consumer group {name}{who} to commit; {holds}{age}; {heard}; or {else_drop}"
+    return observe(facts, "group_slow", f"group {name}", sentence, for_s)
+
+
+def _removal(facts: Facts, name: str, state: GroupRow) -> str:
+    """Return the command that removes a group without a reader; "" for one that the config names."""
+    if state.declared or state.connected or facts.run_dir is None:
+        return ""
+    return f"headrace groups remove {name} --run-dir {facts.run_dir}"
 
 
 def _some_wait(facts: Facts, states: States) -> Iterator[Observation]:

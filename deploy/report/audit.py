@@ -6,6 +6,7 @@ Every number of a ledger row takes part in an equation, so a wrong one is found 
     sources    the lifetime counters merged for an incarnation are those its row stands for
     totals     each lifetime counter of the fleet is the sum over all incarnations
     fleet      stepped = committed + queued + sum dropped[reason] + sum discarded[reason]
+    groups     the first and the last for each consumer group, with the lives, totals and accepted steps of the ledger
 
 A ledger that lacks a life, or the end of a life, may balance too. So the audit also compares it with evidence that the
 broker did not write (`evidence.py`). It also checks that no life is live beside a newer life of its slot.
@@ -16,7 +17,7 @@ Balanced books do not prove progress: `warnings` reports a fleet that stands sti
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -26,9 +27,11 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.deploy.report.evidence import Evidence, contradictions, read_evidence
+from headrace.deploy.report.group_audit import group_problems, off_balance
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.redis_server import serving
 from headrace.deploy.run.redis_view import FleetView, Snapshot
+from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import Count, FleetLedger, LedgerRow
 from headrace.schemas.accounts.lifetime_counters import row_counters
 from headrace.schemas.accounts.redis_keys import labelled
@@ -64,21 +67,21 @@ def audit(snapshot: Snapshot, evidence: Evidence = NO_EVIDENCE) -> list[str]:
     problems += _totals_against_sources(snapshot)
     problems += _live_beside_newer(snapshot)
     problems += contradictions(evidence, snapshot)
-    if balance := snapshot.fleet.balance():
-        problems.append(
-            f"fleet: stepped is {abs(balance)} steps {'more' if balance > 0 else 'less'} than what became of them"
-        )
+    problems += off_balance("fleet", snapshot.fleet)
+    problems += group_problems(snapshot)
     return problems
 
 
 def warnings(snapshot: Snapshot) -> list[str]:
     """Return one sentence for each sign that the fleet stands still although its books balance."""
-    age_s = snapshot.gauges.get("oldest_unsettled_age_s", 0.0)
-    if age_s <= OLDEST_UNSETTLED_S:
-        return []
+    ages = {"a learner": snapshot.gauges.get("oldest_unsettled_age_s", 0.0)}
+    holding = ((name, books.state) for name, books in snapshot.groups.items() if books.state.on_slow == "wait")
+    ages |= {f"a reader of group {name}": state.oldest_s for name, state in holding}
     return [
         f"the oldest batch has been held for {age_s:.0f} s without being committed or dropped "
-        f"(bound: {OLDEST_UNSETTLED_S:g} s); check that a learner is connected and commits"
+        f"(bound: {OLDEST_UNSETTLED_S:g} s); check that {whose} is connected and commits"
+        for whose, age_s in ages.items()
+        if age_s > OLDEST_UNSETTLED_S
     ]
 
 
@@ -170,7 +173,8 @@ def render(snapshot: Snapshot, problems: list[str], warned: list[str]) -> Render
     wrong = [Text(f"✗ {problem}", style="red") for problem in problems]
     doubtful = [Text(f"! {warning}", style="yellow") for warning in warned]
     fine = [] if wrong else [Text("✓ the books balance", style="green")]
-    return Group(_rows_table(snapshot), Text(equation(snapshot.fleet)), *wrong, *doubtful, *fine)
+    groups = [Text(f"group {name}: {equation(books.fleet())}") for name, books in snapshot.groups.items()]
+    return Group(_rows_table(snapshot), Text(equation(snapshot.fleet)), *groups, *wrong, *doubtful, *fine)
 
 
 def equation(fleet: FleetLedger) -> str:
@@ -259,13 +263,26 @@ def once_caught_up(read: Callable[[], F], compare: Callable[[F], tuple[T, list[s
 
 
 def _as_json(snapshot: Snapshot, problems: list[str], warned: list[str]) -> dict[str, object]:
+    groups = {
+        name: {"state": books.state.model_dump(), **_books_as_json(books.fleet(), books.rows, books.folded)}
+        for name, books in snapshot.groups.items()
+    }
     return {
         "fleet_id": snapshot.fleet_id,
         "balanced": not problems,
         "problems": problems,
         "warnings": warned,
-        "ledger": snapshot.fleet.model_dump(),
-        "rows": [row.model_dump() for _, row in sorted(snapshot.rows.items())],
-        "folded": [{"lives": lives.lives, **lives.model_dump()} for _, lives in sorted(snapshot.folded.items())],
+        **_books_as_json(snapshot.fleet, snapshot.rows, snapshot.folded),
         "totals": dict(snapshot.totals),
+        **({"groups": groups} if groups else {}),
+    }
+
+
+def _books_as_json(
+    fleet: FleetLedger, rows: Mapping[tuple[int, int], LedgerRow], folded: Mapping[int, FoldedLives]
+) -> dict[str, object]:
+    return {
+        "ledger": fleet.model_dump(),
+        "rows": [row.model_dump() for _, row in sorted(rows.items())],
+        "folded": [{"lives": lives.lives, **lives.model_dump()} for _, lives in sorted(folded.items())],
     }

@@ -19,7 +19,7 @@ from headrace.schemas.errors import RedisUnavailableError
 
 Row = dict[str, Any]
 NONE_REVOKED: Mapping[str, int] = MappingProxyType({})
-_SHOWN = (keys.FLEET, keys.GAUGES, keys.LEASE, keys.WORKERS)
+_SHOWN = (keys.FLEET, keys.GAUGES, keys.LEASE, keys.CONSUMER_GROUPS, keys.WORKERS)
 _COLUMNS = ("name", "role", "inc.", "pid", "age", "restarts", "version", "state")
 
 
@@ -63,6 +63,19 @@ def learner_elsewhere(fleet: FleetFile, seen: Snapshot) -> list[Row]:
     return [row | {"state": "connected" if connected else gone, "alive": connected}]
 
 
+def readers(seen: Snapshot) -> list[Row]:
+    """Return a row for the reader of each consumer group in the fleet's `seen` state, if it has had one."""
+    rows, now = [], seen.reported_unix_s or 0.0
+    for name, books in seen.groups.items():
+        if (heard := books.state.heard_unix_s) is not None:
+            gone = f"gone, last heard of {max(0.0, now - heard):.0f} s ago"
+            state = {"state": "connected" if books.state.connected else gone, "alive": books.state.connected}
+            rows.append(
+                _row_elsewhere("group", None, None, books.state.model_dump()) | state | {"name": f"group {name}"}
+            )
+    return rows
+
+
 def workers_elsewhere(fleet: FleetFile, seen: Snapshot) -> list[Row]:
     """Return a row for each worker in the fleet's `seen` state that this fleet's supervisor has not started."""
     own = {entry.slot for entry in fleet.processes} | {entry.slot for entry in fleet.waiting}
@@ -85,12 +98,12 @@ def _row_elsewhere(role: str, slot: int | None, incarnation: Any, told: Mapping[
 
 
 def all_processes(fleet: FleetFile, seen: Snapshot, now: float) -> list[Row]:
-    """Return a row for each process of the fleet and each worker from elsewhere, in the fleet's `seen` state.
+    """Return a row for each process of the fleet, worker from elsewhere and reader of a group, in its `seen` state.
 
     `headrace_version` of a row is the version of Headrace that the process reports; None if it is unknown.
     """
     told = told_versions(seen)
-    rows = processes(fleet, now) + learner_elsewhere(fleet, seen) + workers_elsewhere(fleet, seen)
+    rows = processes(fleet, now) + learner_elsewhere(fleet, seen) + readers(seen) + workers_elsewhere(fleet, seen)
     return [{**row, "headrace_version": told.get(row["name"]) or None} for row in rows]
 
 

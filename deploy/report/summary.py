@@ -193,11 +193,12 @@ class RunFacts:
         self._write({"state": "running"})
 
     def finish(self, summary: Summary, services: Iterable[Service], seen: Snapshot) -> None:
-        """Write how the run ended, with the failures of envs and the figures of tasks that Redis had at the end."""
+        """Write how the run ended, with failures of envs, tasks and consumer groups as Redis had them."""
         told: dict[str, Any] = orjson.loads(summary.as_json())
         ended = {"state": "ended", "ended_unix_s": round(time.time(), 3), "problems": list(summary.problems)}
         processes = [_process(service) for service in services][:MOST_PROCESSES]
-        figures = {"errors": plain_errors(seen.errors.values()), "tasks": dict(seen.task_figures)}
+        figures: dict[str, Any] = {"errors": plain_errors(seen.errors.values()), "tasks": dict(seen.task_figures)}
+        figures["groups"] = {name: books.state.model_dump() for name, books in seen.groups.items()}
         self._write({**told, **ended, "processes": processes, **figures})
 
     def _write(self, facts: Mapping[str, Any]) -> None:

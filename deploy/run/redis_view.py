@@ -13,6 +13,7 @@ from redis.exceptions import NoPermissionError
 from headrace.broker.redis.client import RedisReader, connect, naming_failures
 from headrace.broker.redis.parser import Hash, HashParser, SourceKey, finite
 from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.consumer_groups import GroupBooks
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, add_up
@@ -57,6 +58,8 @@ class Snapshot:
     workers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     lease: Mapping[str, Any] = field(default_factory=dict)
     """The learner's lease. It tells `connected` only while the gauges have not expired, so while a broker reports."""
+    groups: Mapping[str, GroupBooks] = field(default_factory=dict)
+    """The books of consumer groups besides the learner's, by name."""
     incarnations: Mapping[int, int] = field(default_factory=dict)
     metrics: Mapping[str, LoggedMetric] = field(default_factory=dict)
     """Metrics that callbacks have logged, by name, merged over all workers."""
@@ -158,8 +161,10 @@ class FleetView(Closable):
         values = HashParser(garbage=wrong)
         rows, folded = values.rows(raw["ledger"]), values.folded(raw["folded"])
         lease = values.lease(raw["lease"])
+        groups = values.groups(*(raw[key.name] for key in keys.OF_GROUPS))
         if not raw["gauges"]:
             lease.pop("connected", None)
+            groups = {name: books.unreported() for name, books in groups.items()}
         return Snapshot(
             fleet_id=self._fleet_id,
             rows=rows,
@@ -170,6 +175,7 @@ class FleetView(Closable):
             sources=values.sources(raw["sources"]),
             workers=values.workers(raw["workers"]),
             lease=lease,
+            groups=groups,
             incarnations=values.incarnations(raw["incarnations"]),
             metrics=values.metrics(raw["metrics"]),
             errors=values.env_errors(raw["errors"]),

@@ -1,5 +1,7 @@
 """The shared parts of a learner's stream and publisher: one token for each process and fleet, joint pumping.
 
+A stream of another consumer group has a token of its own, for each process, fleet and group.
+
 To pump a connection is to receive what has arrived and to send what is due.
 """
 
@@ -15,17 +17,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.learner_stub.link.time_spent import NOT_MEASURED, TimeSpent
-from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.bounds import TRAIN, Version
 from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torch_threads
 from headrace.schemas.errors import FencedError
 from headrace.schemas.messages import LearnerWelcome, ModuleKinds, ModuleShapes, Status
 
 log = logging.getLogger("headrace.learner")
 
-_TOKENS: dict[tuple[int, str], str] = {}
+_Place = tuple[int, str, str]
+"""(process id, consumer group, endpoint)."""
+_TOKENS: dict[_Place, str] = {}
 _STREAMING: set[str] = set()
-_NEWEST: dict[tuple[int, str], str] = {}
-"""The token of the newest stream to each endpoint, also once it is closed."""
+_NEWEST: dict[_Place, str] = {}
+"""The token of the newest stream of each group to each endpoint, also once it is closed."""
 _OLDER: dict[str, set[str]] = {}
 """The token of a stream that opens -> the tokens of earlier streams of this process to the same brokers."""
 _REPLACED: set[str] = set()
@@ -37,8 +41,9 @@ _PUMPED: weakref.WeakSet[Pumpable] = weakref.WeakSet()
 
 @dataclass(slots=True)
 class SharedState:
-    """The state that the stream and the publisher of one learner share."""
+    """The state that the stream and the publisher of one learner share. Another group's stream has one of its own."""
 
+    group: str = TRAIN
     published: Sequence[Version] = ()
     """The newest version that the learner published, as each of its brokers names it."""
     weights: tuple[ModuleShapes, ModuleKinds] | None = None
@@ -63,28 +68,33 @@ class Pumpable(Protocol):
         """Receive what has arrived and send what is due, without waiting."""
 
 
-def process_token(endpoints: Sequence[str]) -> str:
+def _places(endpoints: Sequence[str], group: str) -> list[_Place]:
+    return [(os.getpid(), group, endpoint) for endpoint in endpoints if endpoint]
+
+
+def process_token(endpoints: Sequence[str], group: str = TRAIN) -> str:
     """Return the token by which the brokers at `endpoints` know this process. Stream and publisher share it.
 
     An endpoint that is not known yet is "".
     """
-    keys = [(os.getpid(), endpoint) for endpoint in endpoints if endpoint]
+    keys = _places(endpoints, group)
     token = next((_TOKENS[key] for key in keys if key in _TOKENS), None) or os.urandom(8).hex()
     for key in keys:
         _TOKENS.setdefault(key, token)
     return token
 
 
-def stream_token(endpoints: Sequence[str]) -> str:
-    """Return a stream's token: that of this process, or a new one when another stream of it is open.
+def stream_token(endpoints: Sequence[str], group: str = TRAIN) -> str:
+    """Return a stream's token: that of this process, or a new one when another stream of it and its group is open.
 
     The newer one wins.
     """
-    keys, known = [(os.getpid(), endpoint) for endpoint in endpoints if endpoint], process_token(endpoints)
+    keys, known = _places(endpoints, group), process_token(endpoints, group)
     token = known
     if known in _STREAMING:
         _forget_endpoints(known)
-        token = process_token(endpoints)
+        token = process_token(endpoints, group)
+    _SHARED[token].group = group
     _OLDER[token] = {known, *(_NEWEST[key] for key in keys if key in _NEWEST)} - {token}
     _NEWEST.update(dict.fromkeys(keys, token))
     _STREAMING.add(token)
@@ -96,17 +106,17 @@ def replace_older(token: str) -> None:
     _REPLACED.update(_OLDER.pop(token, ()))
 
 
-def check_newest(token: str) -> None:
-    """Raise `FencedError` if a later stream of this process has replaced the one with `token`.
+def check_newest(token: str, group: str = TRAIN) -> None:
+    """Raise `FencedError` if a later stream of this process has replaced the one of `group` with `token`.
 
     The broker says so too, but an older stream would first hand out all that it has received.
     """
-    if token in _REPLACED:
-        raise FencedError(
-            "fenced",
-            "a later EpisodeStream of this process has taken over from this one and its WeightPublisher; use the later "
-            "one, and open its publisher after it",
-        )
+    if token not in _REPLACED:
+        return
+    later = "a later EpisodeStream of this process has taken over from this one"
+    if group != TRAIN:
+        raise FencedError("fenced", f"{later} of group {group!r}; use the later one")
+    raise FencedError("fenced", f"{later} and its WeightPublisher; use the later one, and open its publisher after it")
 
 
 def forget_token(token: str) -> None:
@@ -127,7 +137,7 @@ def move_token(token: str, after: str) -> None:
 
     The endpoint before stays the learner's too: its publisher may be opened later with the same, old addresses.
     """
-    _TOKENS[(os.getpid(), after)] = token
+    _TOKENS[(os.getpid(), _SHARED[token].group, after)] = token
 
 
 def pump_together(member: Pumpable) -> None:

@@ -12,7 +12,7 @@ from headrace.learner_stub.streaming.lag import LagMonitor
 from headrace.learner_stub.streaming.ready_batches import ReadyBatches
 from headrace.learner_stub.streaming.session import LearnerSession, LearnerSessionState, StreamLimits
 from headrace.learner_stub.streaming.source_progress import CheckpointPosition
-from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.bounds import TRAIN, Version
 from headrace.schemas.basics.process_usage import own_cores, own_usage, torch_threads
 from headrace.schemas.chunks.batch import ChunkBatch, read_batch_header
 from headrace.schemas.chunks.batch_reader import UnreadBatch
@@ -38,7 +38,7 @@ _QUIET_S = 1.0
 class BrokerStream:
     """The session with one broker, its batches in order, and how old they are.
 
-    `fleet_id`, `position` and `warn_lag` are as of `EpisodeStream`.
+    `fleet_id`, `position`, `warn_lag` and `group` are as of `EpisodeStream`.
     """
 
     def __init__(
@@ -48,9 +48,10 @@ class BrokerStream:
         fleet_id: str,
         position: list[CheckpointPosition],
         warn_lag: float | None,
+        group: str = TRAIN,
     ) -> None:
         self.link = link
-        self.session = LearnerSession(link.token, limits, fleet_id=fleet_id, position=[*position])
+        self.session = LearnerSession(link.token, limits, fleet_id=fleet_id, position=[*position], group=group)
         self.ready = ReadyBatches(self.session, position)
         self.lag = LagMonitor(warn_lag)
         self.session.figures = partial(_figures, link.token, self.lag)  # not a method: a cycle would outlive the stream
@@ -94,7 +95,8 @@ class BrokerStream:
 
     def position(self) -> list[dict[str, Any]]:
         """Return how far the learner is with the workers of this broker, as plain values."""
-        fleet = {"fleet_id": self.session.fleet_id}
+        fleet, group = {"fleet_id": self.session.fleet_id}, self.session.group
+        fleet |= {} if group == TRAIN else {"group": group}
         places = []
         for place in self.session.position():
             told = None if place.ended else self.ready.open_episodes(place.slot, place.incarnation)

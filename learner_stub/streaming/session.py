@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -26,7 +27,7 @@ from headrace.learner_stub.streaming.source_progress import (
     position_of,
 )
 from headrace.schemas.accounts.ledger import Count, Drop, HeldBatch
-from headrace.schemas.basics.bounds import MOST_COUNT, Version
+from headrace.schemas.basics.bounds import MOST_COUNT, TRAIN, Version
 from headrace.schemas.basics.headrace_version import headrace_version, program_name
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.chunks.module_spaces import module_spaces_from_json
@@ -35,6 +36,7 @@ from headrace.schemas.frames.compression import readable_encodings
 from headrace.schemas.messages import (
     Commit,
     Fenced,
+    GroupHello,
     LearnerFigures,
     LearnerHello,
     LearnerWelcome,
@@ -93,11 +95,18 @@ class LearnerSession:
     """The stream of one learner process. It shares `token` with the publisher."""
 
     def __init__(
-        self, token: str, limits: StreamLimits, *, fleet_id: str = "", position: list[SourcePosition] | None = None
+        self,
+        token: str,
+        limits: StreamLimits,
+        *,
+        fleet_id: str = "",
+        position: list[SourcePosition] | None = None,
+        group: str = TRAIN,
     ) -> None:
         self.token = token
         self.limits = limits
         self.fleet_id = fleet_id
+        self.group = group
         self.state = LearnerSessionState.JOINING
         self.epoch = 0
         self.spaces: dict[str, Any] = {}
@@ -260,8 +269,9 @@ class LearnerSession:
     def _say_hello(self, now: float) -> None:
         self._next_send = now + self.limits.retry_s
         known = ((k, s) for k, s in self._sources.items() if s.committed.seq or s.end_committed)
+        hello = LearnerHello if self.group == TRAIN else partial(GroupHello, group=self.group)
         self._outbox.append(
-            LearnerHello(
+            hello(
                 fleet_id=self.fleet_id,
                 token=self.token,
                 channel="stream",

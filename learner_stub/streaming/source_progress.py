@@ -9,6 +9,8 @@ from enum import Enum
 from typing import Any
 
 from headrace.schemas.accounts.ledger import Count, HeldBatch, Settled
+from headrace.schemas.basics.bounds import TRAIN
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.messages import SourcePosition, read
@@ -79,13 +81,17 @@ def growth(before: dict[str, Count], after: dict[str, Count]) -> dict[str, Count
 
 
 def by_broker(
-    position: Sequence[dict[str, Any]], fleet_id: str, count: int
+    position: Sequence[dict[str, Any]], fleet_id: str, count: int, group: str = TRAIN
 ) -> list[tuple[str, list[CheckpointPosition]]]:
     """Return for each of `count` brokers its fleet id, as far as it is known, and its part of a position.
 
-    Raises `ConfigError` where a part is of several fleets: the position is of another number of brokers.
+    Raises `ConfigError` for a position of another group, and where a part is of several fleets: the position is of
+    another number of brokers.
     """
     known = [(read(CheckpointPosition, place), str(place.get("fleet_id", ""))) for place in position]
+    other = next((of for place in position if (of := place.get("group", TRAIN)) != group), None)
+    if other is not None:
+        raise ConfigError(f"it is of consumer group {brief(other)}, not of {group!r}", key="position")
     for place, _ in known:
         if place.open_episodes is not None:
             place.open_episodes.chunks()  # raises `DecodeError`

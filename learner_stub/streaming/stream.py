@@ -33,11 +33,12 @@ from headrace.learner_stub.streaming.session import LearnerSessionState, StreamL
 from headrace.learner_stub.streaming.source_progress import by_broker
 from headrace.learner_stub.streaming.stall_detector import StallDetector
 from headrace.learner_stub.streaming.update_size import UpdateSize
-from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.bounds import TRAIN, Version
 from headrace.schemas.basics.printable import brief
 from headrace.schemas.basics.stop_event import interrupt_held
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.credentials.key_files import group_rule, is_group
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
 from headrace.schemas.errors import ConfigError, UnreachableError, refusal
 from headrace.schemas.messages.learner_messages import MOST_WINDOW_STEPS
@@ -76,6 +77,9 @@ class EpisodeStream:
     - run_dir: the fleet's run directory, where the stream finds the broker after a restart of `headrace up`; see `of`.
     - rendezvous: the file or URL where the fleet's broker publishes its addresses, in place of `run_dir`. With several
       brokers: a list. An endpoint that is not known yet is "".
+    - group: the consumer group that this stream reads for. Each group gets every batch; "train" is the learner's, the
+      only one that publishes weights and says how much is under way. A group that the fleet's config does not name in
+      `broker.consumer_groups` begins with its first stream, and loses its oldest batches when it is slow.
     - keys: a folder with learner.secret and broker.public. None: the folder in the environment's HEADRACE_KEYS__DIR, or
       no keys. "" is no keys. A fleet at a Unix socket needs none.
 
@@ -89,10 +93,11 @@ class EpisodeStream:
     - dropped: steps by reason that never reached this learner, of the sources it has seen.
 
     Raises:
-        FencedError: a newer learner has taken over; later calls raise it too.
+        FencedError: a newer learner, or reader of the same group, has taken over; later calls raise it too.
         UnreachableError: no broker answers within `connect_timeout_s`.
         RefusedError: `fleet_id`, or the fleet of `position`, is not the broker's.
-        ConfigError: `position` is of another number of brokers than there are endpoints.
+        ConfigError: `position` is of another number of brokers than there are endpoints, or of another group.
+        ConfigError: `group` is no name, or goes with `steps_per_update` or `synchronous`, which are the learner's.
         RefusedError: the workers of two brokers have different envs.
         KeysError: the keys cannot be used.
         KeysRefusedError: the broker does not let them in.
@@ -117,7 +122,15 @@ class EpisodeStream:
         keys: str | Path | ClientKeys | None = None,
         run_dir: str | Path | None = None,
         rendezvous: Where | AddressSource | Sequence[AddressSource] = None,
+        group: str = TRAIN,
     ) -> None:
+        if not group or not is_group(group):
+            raise ConfigError(f"{brief(group)} is no name of a consumer group; {group_rule()}", key="group")
+        if group != TRAIN and (steps_per_update is not None or synchronous):
+            raise ConfigError(
+                f"group {group!r} publishes no weights, so it takes neither steps_per_update nor synchronous",
+                key="group",
+            )
         if steps_per_update is not None and not 0 < steps_per_update <= MOST_WINDOW_STEPS // 2:
             raise ValueError(
                 f"steps_per_update = {brief(steps_per_update)} is out of bounds; give one of 1 to 2**39, or None"
@@ -135,8 +148,9 @@ class EpisodeStream:
             synchronous=synchronous,
             steps_per_update=steps_per_update or 0,
         )
-        places = by_broker(position or [], fleet_id, len(endpoints))
-        self.token = connection.stream_token(endpoints)
+        places = by_broker(position or [], fleet_id, len(endpoints), group)
+        self.group = group
+        self.token = connection.stream_token(endpoints, group)
         self._forget_token = weakref.finalize(self, connection.forget_token, self.token)
         self._brokers: list[BrokerStream] = []
         self._agreeing = 0
@@ -153,7 +167,7 @@ class EpisodeStream:
                 stopped_patience_s=min(STOPPED_WAIT_S, silence_timeout_s),
             )
             link = BrokerLink(place, peer_keys, self.token, number)
-            self._brokers.append(BrokerStream(link, limits, *places[number], warn_lag))
+            self._brokers.append(BrokerStream(link, limits, *places[number], warn_lag, group))
         self._time = connection.shared(self.token).time_spent = TimeSpent()
         self._time.start()
         self._updates = UpdateSize(steps_per_update, auto_commit=auto_commit)
@@ -195,7 +209,7 @@ class EpisodeStream:
 
     def next(self, timeout_s: float) -> ChunkBatch | None:
         """Return the next batch, or None after `timeout_s` seconds without one."""
-        connection.check_newest(self.token)
+        connection.check_newest(self.token, self.group)
         self._time.follow()
         with self._time.part("decode"), interrupt_held():
             return self._next(timeout_s)
@@ -366,7 +380,7 @@ class EpisodeStream:
             self._pump(wait_s)
 
     def _pump(self, wait_s: float) -> None:
-        connection.check_newest(self.token)
+        connection.check_newest(self.token, self.group)
         self._note_published()
         # First take what came while the user trained: the session then judges how long the broker has been silent.
         pending = self.pending
@@ -426,7 +440,9 @@ class EpisodeStream:
         self._want_window()
 
     def _want_window(self) -> None:
-        """Tell the brokers that answer how many steps to have under way, to each its share."""
+        """Tell the brokers that answer how many steps to have under way, to each its share. Only the learner does."""
+        if self.group != TRAIN:
+            return
         steps = self._updates.window_steps()
         share = steps and -(-steps // (sum(broker.is_active for broker in self._brokers) or len(self._brokers)))
         for broker in self._brokers:

@@ -160,6 +160,19 @@ GAUGE_TABLE = (
         "key",
         counts=True,
     ),
+    Metric("group_readers", "readers", "connected of this consumer group: 1 or 0", "group"),
+    Metric("group_lag_agent_steps", "agent steps", "accepted, and not settled by this group", "group"),
+    Metric("group_oldest_age_s", "s", "since the oldest of these was accepted", "group"),
+    Metric("group_committed_agent_steps", "agent steps", "that this group has committed in all", "group", counts=True),
+    Metric(
+        *(
+            "group_lost_agent_steps",
+            "agent steps",
+            "that it was to get and did not, in all; those before it do not count",
+        ),
+        "group",
+        counts=True,
+    ),
     Metric("redis_failures", "attempts", "to reach Redis that failed since the broker started", counts=True),
     Metric(
         *("aborted_return_mean", "return", "of the last `aborted_window` aborted episodes; absent before the first"),
@@ -219,7 +232,7 @@ WORKER_TABLE = (
     Metric("joined_unix_s", "s", "time at which it joined this broker"),
     Metric("weights_epoch", "epoch", "of the learner whose weights it uses"),
     Metric("weights_seq", "version", "of these weights"),
-    Metric("blocked", "", "window or round where it waits for that before it samples on, else empty"),
+    Metric("blocked", "", "window, round or group where it waits for that before it samples on, else empty"),
     Metric("blocked_since_unix_s", "s", "since when; absent where it does not wait"),
     Metric("env_steps", "env steps", "of this life, as of its last accepted batch"),
     Metric("env_steps_per_s", "env steps/s", "in accepted batches, over the last seconds", shown="Steps/s"),

@@ -47,7 +47,7 @@ _OF_LIVES = (
         WORKER_WAIT,
         "s",
         "that workers waited before they sampled on, in whole seconds of each life, by what they waited for: room in "
-        "the window, or the next round",
+        "the window, the next round, or consumer groups that alone leave no room",
         "reason",
         values=BLOCKED_BY,
     ),

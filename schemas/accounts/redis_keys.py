@@ -146,6 +146,36 @@ LEASE = Key(
     example="epoch 3",
     when="each report",
 )
+CONSUMER_GROUPS = Key(
+    "consumer_groups",
+    "hash",
+    "",
+    "broker",
+    "field name of a consumer group besides the learner's: JSON of accounts.consumer_groups.GroupRow; a group that "
+    "is removed loses its fields here and in the next two keys",
+    example='record {"on_slow":"wait","connected":true,"lag_steps":512,"committed":[81920,640],"dropped":{},...}',
+    when="each report",
+)
+GROUP_LEDGER = Key(
+    "group_ledger",
+    "hash",
+    "steps, chunks",
+    "broker",
+    'field "group/slot/incarnation": JSON of accounts.ledger.LedgerRow, as in `ledger`: `held` and `settled` are the '
+    "group's own; what began before the group is dropped as `before_group`",
+    example='record/0/2 {"slot":0,"incarnation":2,"totals":{"seq":12,"stepped":6144,...},"closed":false,...}',
+)
+GROUP_FOLDED = Key(
+    "group_folded",
+    "hash",
+    "steps, chunks",
+    "broker",
+    'field "group/slot": JSON of accounts.folded_lives.FoldedLives, as in `folded`, without counters',
+    example='record/0 {"highest":9,"missing":[],"row":{...},"counters":{}}',
+    when="when lives have ended, and Redis and the group's reader know all of them",
+)
+OF_GROUPS = (CONSUMER_GROUPS, GROUP_LEDGER, GROUP_FOLDED)
+
 INCARNATIONS = Key(
     "incarnations",
     "hash",

@@ -27,8 +27,10 @@ TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
 TimeByPart = Annotated[dict[TimePart, Seconds], Field(max_length=len(TIME_PARTS))]
 """Seconds since a worker's life began."""
 
-BlockedBy = Literal["window", "round"]
-"""The waits of a worker: for room in its window, or for the next round of synchronous sampling."""
+BlockedBy = Literal["window", "round", "group"]
+"""The waits of a worker: for room in its window, for the next round of synchronous sampling, or for other consumer
+groups than the learner's, which alone keep its window full.
+"""
 BLOCKED_BY: tuple[BlockedBy, ...] = get_args(BlockedBy)
 
 WaitByReason = Annotated[dict[BlockedBy, Seconds], Field(max_length=len(BLOCKED_BY))]

@@ -82,6 +82,17 @@ Reason = Annotated[str, Field(max_length=100)]
 Token = Annotated[str, Field(max_length=120)]
 """The word by which a process is known again."""
 
+GROUP_PATTERN = r"[a-z0-9][a-z0-9_-]{0,31}"
+"""Names of groups, of keys and of consumers: they are part of file names, messages and log lines."""
+
+TRAIN = "train"
+"""The consumer group of the learner that publishes the weights. Each fleet has it."""
+
+MOST_GROUPS = 16
+"""Most consumer groups of a fleet besides `TRAIN`."""
+
+GroupName = Annotated[str, Field(pattern=rf"^{GROUP_PATTERN}$")]
+
 ChosenName = Annotated[str, Field(max_length=600)]
 """A name that a user chose, of a fleet or of a policy."""
 

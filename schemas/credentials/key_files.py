@@ -19,11 +19,9 @@ from pathlib import Path
 
 import xxhash
 
+from headrace.schemas.basics.bounds import GROUP_PATTERN
 from headrace.schemas.basics.run_files import mode_for_others, open_at_once
 from headrace.schemas.errors import KeysError
-
-GROUP_PATTERN = r"[a-z0-9][a-z0-9_-]{0,31}"
-"""Names of groups: they are part of file names, messages and log lines."""
 
 _GROUP = re.compile(GROUP_PATTERN)
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")

@@ -40,6 +40,9 @@ _EXIT_CODES = {
     "key_revoked": ExitCode.KEYS,
     "wrong_role": ExitCode.KEYS,
     "other_group": ExitCode.KEYS,
+    "unknown_group": ExitCode.CONFIG,
+    "group_declared": ExitCode.CONFIG,
+    "too_many_groups": ExitCode.CONFIG,
 }
 """Exit codes of peers that are refused, by the word on the wire; PROTOCOL for any other."""
 

@@ -27,6 +27,7 @@ from typing import Any
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.messages.learner_messages import (
     Commit as Commit,
+    GroupHello as GroupHello,
     LearnerFigures as LearnerFigures,
     LearnerHello as LearnerHello,
     LearnerRow as LearnerRow,
@@ -78,6 +79,7 @@ from headrace.schemas.messages.worker_messages import (
 HELLO_BY_ROLE: dict[str, type[Message]] = {
     "worker": WorkerHello,
     "learner": LearnerHello,
+    "group": GroupHello,
     "supervisor": SupervisorHello,
     "teacher": TeacherHello,
 }

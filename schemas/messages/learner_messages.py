@@ -15,6 +15,7 @@ from headrace.schemas.basics.bounds import (
     ChosenName,
     Epoch,
     EpochOrNone,
+    GroupName,
     Incarnation,
     ListOf,
     Natural,
@@ -84,6 +85,17 @@ class LearnerHello(Message):
     headrace_version: HeadraceVersion = ""
     encodings: Encodings = []
     """Encodings of a batch's arrays that this learner reads. It is given others without compression."""
+
+
+class GroupHello(LearnerHello):
+    """Connects or reconnects the stream of another consumer group than `TRAIN`, or removes a group.
+
+    An earlier broker, which would take such a stream for a new learner, refuses the role. A WELCOME answers both.
+    """
+
+    role: Literal["group"] = "group"  # type: ignore[assignment]
+    channel: Literal["stream", "remove"]  # type: ignore[assignment]
+    group: GroupName
 
 
 class LearnerWelcome(Message):

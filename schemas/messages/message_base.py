@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.schemas.accounts.ledger import Settled
-from headrace.schemas.basics.bounds import IncarnationOrNone, ListOf, Natural, Slot, Version
+from headrace.schemas.basics.bounds import MOST_GROUPS, GroupName, IncarnationOrNone, ListOf, Natural, Slot, Version
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode
 
@@ -51,6 +51,10 @@ class SourcePosition(BaseModel):
     settled: Settled
     ended: bool = False
     """True once its user has taken the markers of the episodes that were open at the end of this incarnation."""
+
+
+SettledByGroup = Annotated[dict[GroupName, Settled], Field(max_length=MOST_GROUPS)]
+"""What consumer groups for which workers wait have settled of one incarnation, `TRAIN` left out."""
 
 
 class WeightsRefusal(BaseModel):

@@ -45,6 +45,7 @@ from headrace.schemas.messages.message_base import (
     Message,
     ModuleKinds,
     ModuleShapes,
+    SettledByGroup,
     WeightsRefusal,
 )
 
@@ -75,6 +76,7 @@ class WorkerHello(Message):
     """Absent until the modules are built."""
     weight_kinds: ModuleKinds = {}
     settled: Settled = Settled()
+    groups: SettledByGroup = {}
     totals: WorkerTotals = WorkerTotals()
     weights: Version = (0, 0)
     silence_s: float = Field(default=0.0, ge=0, le=MOST_SILENCE_S)
@@ -91,6 +93,7 @@ class WorkerWelcome(Message):
     incarnation: Incarnation
     accepted: Natural = 0
     settled: Settled = Settled()
+    groups: SettledByGroup = {}
     credit: Natural = 0
     window_steps: Natural = 0
     """Steps that this worker may keep unsettled, its share of what the learner wants under way; 0: no such limit."""
@@ -119,8 +122,8 @@ class WorkerWelcome(Message):
 class Ack(Message):
     """Broker to worker, cumulative.
 
-    The worker need not send batches up to `accepted` again on this connection, need not keep those up to `settled.seq`,
-    and may send those up to `credit`.
+    The worker need not send batches up to `accepted` again on this connection, and may send those up to `credit`. It
+    need not keep those that are settled by the learner (`settled`) and by all `groups`.
     """
 
     KIND = MessageKind.ACK
@@ -129,6 +132,7 @@ class Ack(Message):
     incarnation: IncarnationOrNone = 0
     accepted: Natural = 0
     settled: Settled = Settled()
+    groups: SettledByGroup = {}
     credit: Natural = 0
     window_steps: Natural = 0
     """As in the WELCOME, with the present value."""
@@ -231,7 +235,7 @@ class Heartbeat(Message):
 
 
 class LastWords(Message):
-    """The state that one incarnation leaves behind: its totals, and each batch it cut and did not see settled.
+    """The state that one incarnation leaves behind: its totals, and each batch it cut and did not see settled by all.
 
     The broker counts those that it never accepted as lost, by `reason`: each is measured, none is inferred. An Ack with
     `closed` acknowledges the message; the sender repeats it until then.
@@ -241,6 +245,7 @@ class LastWords(Message):
     incarnation: Incarnation
     totals: WorkerTotals
     settled: Settled
+    groups: SettledByGroup = {}
     window: ListOf[HeldBatch] = []
     reason: Reason
     open_episodes: OpenEpisodes | None = None

@@ -13,7 +13,15 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.schemas.basics.bounds import BROKER_CONNECTIONS, HIGHEST_PORT, MOST_SILENCE_S, WINDOW
+from headrace.schemas.basics.bounds import (
+    BROKER_CONNECTIONS,
+    HIGHEST_PORT,
+    MOST_GROUPS,
+    MOST_SILENCE_S,
+    TRAIN,
+    WINDOW,
+    GroupName,
+)
 from headrace.schemas.credentials.key_files import group_rule, is_group
 from headrace.schemas.settings.config_section import ConfigSection
 from headrace.schemas.settings.redis_url import read_redis_url
@@ -125,6 +133,9 @@ class BrokerSection(ConfigSection):
     max_staleness: int | None = Field(default=None, ge=1)
     """the largest lag in weights versions with which a batch may go to the learner; older ones are dropped as stale, on
     arrival and in the queue; absent: no bound, or 8 with overflow drop_stale"""
+    consumer_groups: dict[GroupName, Literal["wait", "drop"]] = Field(default={}, max_length=MOST_GROUPS)
+    """groups besides the learner's that read all batches too, each with what happens while it is slow or away: workers
+    wait for it (wait), or it loses the oldest batches (drop)"""
     lease_s: float = Field(default=10.0, gt=0, le=MOST_SILENCE_S)
     """silence after which a worker counts as lost; peers say a heartbeat each second, or each tenth of a lease below
     10 s; a worker of a broker with more than 200 says fewer, one in 3.3 s for 1,000"""
@@ -135,6 +146,8 @@ class BrokerSection(ConfigSection):
     def _check(self) -> BrokerSection:
         if self.index is not None and self.index >= self.count:
             raise ValueError(f"index = {self.index} is none of count = {self.count} brokers, which begin at 0")
+        if TRAIN in self.consumer_groups:
+            raise ValueError(f"consumer_groups names {TRAIN!r}, the learner's group, for which workers always wait")
         if self.max_batch_bytes > self.max_held_bytes:
             raise ValueError(f"max_batch_bytes = {self.max_batch_bytes} exceeds max_held_bytes = {self.max_held_bytes}")
         return self

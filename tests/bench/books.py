@@ -121,8 +121,9 @@ def _figures(run_dir: Path, url: str, slots: int, lives: int) -> dict[str, tuple
 class Sessions:
     """A broker, and what a learner and workers say to it."""
 
-    def __init__(self, run_dir: Path, url: str, slots: int) -> None:
+    def __init__(self, run_dir: Path, url: str, slots: int, config: FleetConfig | None = None) -> None:
         self._run_dir = run_dir
+        self._config = config or FleetConfig()
         self._url = url
         self._slots = slots
         self._life = 0
@@ -130,7 +131,7 @@ class Sessions:
         self._start()
 
     def _start(self) -> None:
-        self.broker = open_broker(FleetConfig(), FLEET, self._run_dir, self._url)
+        self.broker = open_broker(self._config, FLEET, self._run_dir, self._url)
         self.core = self.broker.core
         self._reports = next(one for one in self.core.observers if isinstance(one, FleetReports))
         position = [

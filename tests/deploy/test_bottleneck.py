@@ -20,10 +20,11 @@ from headrace.deploy.monitoring.why import why
 from headrace.deploy.report.progress import ProgressView
 from headrace.deploy.report.summary import Summary, print_summary
 from headrace.deploy.run.goal import Goal, RunNumbers
+from headrace.schemas.accounts.consumer_groups import GroupBooks, GroupRow
 from headrace.schemas.accounts.redis_keys import LEARNER_TIME, labelled
 from headrace.schemas.settings.config import BrokerSection, FleetConfig, LearnerSection, ServingSection, WorkerSection
 from headrace.schemas.settings.config import SamplingSection as Sampling
-from support.fleets.known_facts import GAUGES, LEASE, NOW, WORKER, by_redis_alone, having, healthy, told
+from support.fleets.known_facts import GAUGES, LEASE, NOW, WORKER, blocked, by_redis_alone, having, healthy, told
 
 TRAINS = {"wait": 0.02, "decode": 0.03, "train": 0.94, "publish": 0.01}
 SHORT = LearnerSection(steps_per_update=512)
@@ -242,3 +243,14 @@ def test_the_end_of_a_run_names_what_limited_it() -> None:
     stream = StringIO()
     print_summary(summary, stream)
     assert "The learner is the limit" in stream.getvalue()
+
+
+def test_a_group_that_workers_wait_for_is_the_limit() -> None:
+    """The learner waits for data, and the workers for room, as where the way between them is the limit."""
+    facts = shared({"wait": 0.9, "decode": 0.0, "train": 0.1, "publish": 0.0}, BLOCKED)
+    state = GroupRow(on_slow="wait", connected=True, lag_steps=9000)
+    waits = {slot: {**row, **blocked("group")[slot]} for slot, row in facts.snapshot.workers.items()}
+    snapshot = replace(facts.snapshot, workers=waits, groups={"record": GroupBooks(state)})
+    assert said(replace(facts, snapshot=snapshot)) == (
+        "The reader of group record is the limit: the workers wait 83 % of their time. A quicker reader helps."
+    )

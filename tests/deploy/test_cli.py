@@ -23,6 +23,7 @@ from headrace.deploy.report.ps import all_processes, table
 from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry, WaitingEntry
 from headrace.deploy.run.options import recipes
 from headrace.deploy.run.redis_view import Snapshot
+from headrace.schemas.accounts.consumer_groups import GroupBooks, GroupRow
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.settings.config_loading import known_keys
 from support.ports import by_tcp
@@ -281,6 +282,18 @@ def test_ps_lists_a_learner_of_ones_own_and_when_it_was_last_heard_of() -> None:
     own = WaitingEntry(name="learner", role="learner", slot=None, restarts=1, state="restarting")
     assert shown(fleet.model_copy(update={"waiting": [own]})) == ["learner learner - - - 1 - restarting"]
     assert shown(fleet, heard_unix_s=0.0) == []
+
+
+def test_ps_lists_readers_of_consumer_groups_that_have_come() -> None:
+    fleet = FleetFile(fleet_id="f", state="running", supervisor_pid=0)
+    reader = GroupRow(connected=True, pid=71, host="box", heard_unix_s=100.0)
+    states = {"old": reader.model_copy(update={"connected": False}), "record": reader, "watch": GroupRow()}
+    seen = Snapshot(groups={name: GroupBooks(state) for name, state in states.items()}, reported_unix_s=109.0)
+    lines = table(fleet, all_processes(fleet, seen, 0.0)).splitlines()
+    assert [" ".join(line.split()) for line in lines if line.startswith("group")] == [
+        "group old group - 71 - 0 - gone, last heard of 9 s ago, on box",
+        "group record group - 71 - 0 - connected, on box",
+    ]
 
 
 def test_ps_shows_which_processes_are_alive(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from headrace.deploy.monitoring.finding_kinds import KIND, KINDS
 from headrace.deploy.monitoring.findings import awaited, find, verdict
 from headrace.deploy.monitoring.losses import losses_in_words
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
+from headrace.schemas.accounts.consumer_groups import GroupBooks, GroupRow
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.redis_keys import TOLD_SETTINGS
 from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
@@ -67,9 +68,48 @@ ABORTED = {
     "aborted_len_mean": 50.0,
     "aborted_return_mean": 50.0,
 }
+HOLDS = GroupRow(on_slow="wait", declared=True, lag_steps=5120, oldest_s=44.0)
+READS = {"connected": True, "pid": 71, "host": "box\x1b", "program": "/home/me/rec.py", "heard_unix_s": NOW - 3}
+LOSES = GroupRow(lag_steps=100, committed=(700, 7), dropped={"overflow": (150, 2), "before_group": (50, 1)})
+LOST_MORE = 'group_lost_agent_steps{group="watch"}'
 LOST_CLIENT = {"env_steps_total": 9500, 'discarded_agent_steps_total{reason="client_lost"}': 7}
 
+
+def in_groups(workers: dict[int, dict[str, Any]], recent: float | None = None, **groups: GroupRow) -> Facts:
+    """The learner holds 100 agent steps; the group `watch` has lost 150, `recent` of them before the last minute."""
+    gauges = {"held_agent_steps": 100.0, LOST_MORE: 150.0}
+    facts = told(gauges=gauges, workers=workers, groups={name: GroupBooks(state) for name, state in groups.items()})
+    return facts if recent is None else replace(facts, recent=((NOW - 50.0, {LOST_MORE: recent}),))
+
+
 WRONG: dict[str, tuple[Facts, str, str, str]] = {
+    "a group that nobody reads": (
+        in_groups(blocked("group"), record=HOLDS, late=HOLDS.model_copy(update={"lag_steps": 200})),
+        "no_group_reader",
+        "waiting for a reader of consumer group record; none has come yet; 2 of 2 workers wait, since it has not "
+        "committed 5,120 agent steps; start it",
+        "",
+    ),
+    "a group of before that nobody reads": (
+        in_groups(blocked("group"), record=HOLDS.model_copy(update={**READS, "connected": False, "declared": False})),
+        "no_group_reader",
+        r"last heard of 3 s ago \(/home/me/rec.py, pid 71 on box\\x1b\)",
+        "headrace groups remove record --run-dir /runs/a",
+    ),
+    "a slow group that leaves no credit": (
+        in_groups(
+            {0: {**blocked()[0], "held_batches": 0}, 1: WORKER}, record=HOLDS.model_copy(update=READS), watch=LOSES
+        ),
+        "group_slow",
+        "to commit; 1 of 2 workers wait, since it has not committed 5,120 agent steps, the oldest accepted 44 s ago",
+        "",
+    ),
+    "a group that loses batches": (
+        in_groups({0: WORKER, 1: WORKER}, 120.0, watch=LOSES),
+        "group_loses",
+        "consumer group watch has lost 150 agent steps, 16 %: no reader of it is connected",
+        "headrace groups remove watch --run-dir /runs/a",
+    ),
     "the supervisor died": (
         having("supervisor", state="gone"),
         "supervisor_gone",
@@ -767,3 +807,10 @@ def test_threads_of_the_fleets_own_learner_have_a_setting_and_those_elsewhere_ta
     assert {name: find(told(lease={**LEASE, **GREEDY, **one})) for name, one in fine.items() if name != "gone"} == {
         name: [] for name in fine if name != "gone"
     }
+
+
+def test_workers_that_wait_for_the_learner_do_not_accuse_a_group() -> None:
+    behind = HOLDS.model_copy(update={"lag_steps": 100})
+    for facts in (in_groups(blocked(), record=HOLDS), in_groups(blocked("group"), record=behind)):
+        assert {found.kind for found in find(facts)} <= {"learner_slow", "no_commits"}
+    assert find(in_groups({0: WORKER, 1: WORKER}, 150.0, watch=LOSES, record=HOLDS)) == []

@@ -42,9 +42,9 @@ SELECTOR = re.compile(r"\bheadrace_\w+(?:\{[^{}]*\})?")
 
 ONLY_IN_TROUBLE = r"headrace_findings\{.* > 0|changes\(|headrace_workers_blocked|headrace_aborted_(return|len)"
 ONLY_WITH_PEERS = r"headrace_(env_hosts|envs_(cpu|rss)|client)"
-ONLY_AT_TIMES = r".*headrace_(sessions_revoked|worker_env_steps_per_second_quantile|task_)"
+ONLY_AT_TIMES = r".*headrace_(sessions_revoked|worker_env_steps_per_second_quantile|task_|group_)"
 NOT_ALWAYS = re.compile(f"{ONLY_IN_TROUBLE}|{ONLY_WITH_PEERS}|{ONLY_AT_TIMES}")
-"""Queries that a fleet without trouble, env hosts, clients, revoked keys, many workers and tasks may leave empty."""
+"""Queries that a fleet without trouble, env hosts, clients, revoked keys, many workers, tasks or groups leave empty."""
 
 TWO_POLICIES = (
     *("--env", "headrace.workers.agents.examples:two_carts", "--workers", "2", "--num-envs", "2"),
@@ -192,6 +192,11 @@ def test_queries_that_a_healthy_fleet_leaves_empty_have_values_in_trouble(tmp_pa
         'headrace_task_len{fleet="f",task="a"}': "12x40",
         'headrace_task_episodes_total{fleet="f",task="a"}': "0+3x40",
         'headrace_task_env_failures_total{fleet="f",task="a"}': "0+1x40",
+        'headrace_group_readers{fleet="f",group="a"}': "1x40",
+        'headrace_group_lag_agent_steps{fleet="f",group="a"}': "7x40",
+        'headrace_group_oldest_age_seconds{fleet="f",group="a"}': "2x40",
+        'headrace_group_committed_agent_steps_total{fleet="f",group="a"}': "0+3x40",
+        'headrace_group_lost_agent_steps_total{fleet="f",group="a"}': "0+1x40",
     }
     queries = [query.replace("[20s]", "[5m]") for query in dashboard_queries("f") if NOT_ALWAYS.match(query)]
     assert len(queries) == len(series)

@@ -56,7 +56,8 @@ def test_the_report_of_an_ended_run_without_redis_has_its_failures_and_its_end(t
     ended = {"state": "ended", "ended_unix_s": 1060.0, "ledger": ledger, "balanced": True, "errors": groups}
     tasks: dict[str, Any] = {f"{HOSTILE} 10": {"episodes": 5, "env_failures": 0, "return_mean": 0.9131}}
     tasks |= {f"{HOSTILE} 2": {"episodes": 1234, "env_failures": 7, "last_unix_s": 9.0}, "garbage": 3}
-    ended |= {"error": "the env raised", "restarts": {"worker": 2}, "processes": [], "tasks": tasks}
+    groups = {"record": {"on_slow": "wait", "lag_steps": 4321, "program": "/rec.py", "pid": 7}, "watch": 3}
+    ended |= {"error": "the env raised", "restarts": {"worker": 2}, "processes": [], "tasks": tasks, "groups": groups}
     files(tmp_path, summary=ended)
     page, facts = reported(tmp_path)
     assert facts["state"] == "ended"
@@ -68,7 +69,15 @@ def test_the_report_of_an_ended_run_without_redis_has_its_failures_and_its_end(t
     assert {"dropped: stale", "discarded: reset", f"ValueError: {HOSTILE}"} <= set(page.texts)
     assert facts["restarts"] == {"worker": 2}
     assert [(one["task"], one["env_failures"]) for one in facts["tasks"]] == [(f"{HOSTILE} 2", 7), (f"{HOSTILE} 10", 0)]
-    assert {f"{HOSTILE} 2", "0.913", "1,234", f"ValueError: {HOSTILE}; task {HOSTILE}"} <= set(page.texts)
+    assert [one["group"] for one in facts["groups"]] == ["record"]
+    assert {
+        "4,321",
+        "/rec.py, pid 7 on ",
+        f"{HOSTILE} 2",
+        "0.913",
+        "1,234",
+        f"ValueError: {HOSTILE}; task {HOSTILE}",
+    } <= set(page.texts)
 
 
 def test_the_report_of_a_run_with_a_killed_supervisor_is_made_from_its_rows(tmp_path: Path) -> None:
@@ -89,6 +98,7 @@ WRONG_TYPES = {
     **{"state": "ended", "ledger": {"stepped": "x"}, "errors": 7, "restarts": {"x": "y"}, "versions": 3},
     "machine": {"memory_bytes": "x"},
     "tasks": {"a": {"episodes": "x"}},
+    "groups": {"a": {"lag_steps": "x"}, "B": {}},
 }
 
 

@@ -20,6 +20,7 @@ from headrace.deploy.annexes.watch.top.top import top as show
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding
 from headrace.deploy.run.redis_view import Snapshot
+from headrace.schemas.accounts.consumer_groups import GroupBooks, GroupRow
 from headrace.schemas.basics.bounds import OTHER_TASKS
 from headrace.schemas.errors import ConfigError
 from support.terminal_screen import OnTerminal
@@ -113,6 +114,20 @@ def test_aborted_episodes_stand_beside_finished_ones() -> None:
     told = "123,456, return 9.5, of finished ones 12.25; length 7,000, of finished ones 51"
     assert f"Aborted episodes {told}" in text_of(head(fleet_state(facts, []), {}, 120))
     assert "finished" not in text_of(head(crowd(2), {}, 120)), "no aborted one, no mean"
+
+
+def test_each_consumer_group_has_a_line() -> None:
+    state = GroupRow(on_slow="wait", connected=True, program="/r\x1b.py", pid=7, host="box", lag_steps=5120)
+    state = state.model_copy(
+        update={"committed": (81920, 640), "dropped": {"overflow": (64, 2), "before_group": (9, 1)}}
+    )
+    groups = {"record": GroupBooks(state), "watch": GroupBooks()}
+    lines = text_of(head(fleet_state(Facts(1000.0, Snapshot(groups=groups)), []), {}, 140)).splitlines()
+    assert [line for line in lines if line.startswith("group ")] == [
+        r"group        record (wait): /r\x1b.py, pid 7 on box; lag 5,120 steps, committed 81,920, lost 64",
+        "group        watch (drop): no reader yet, not connected; lag 0 steps, committed 0, lost 0",
+    ]
+    assert "group" not in text_of(head(fleet_state(Facts(1000.0, Snapshot()), []), {}, 140))
 
 
 def test_tasks_stand_in_the_head_the_newest_first() -> None:

@@ -40,6 +40,7 @@ from headrace.deploy.run.redis_view import FleetView
 from headrace.deploy.trained.saved_policy import find_policy
 from headrace.learner_stub.checkpoints.checkpoint import CHECKPOINT_FILE, Checkpoint, save_checkpoint
 from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.consumer_groups import GroupRow
 from headrace.schemas.accounts.folded_lives import fold
 from headrace.schemas.accounts.logged_metrics import LoggedMetric, SumsOfLife
 from headrace.schemas.errors import DecodeError, HeadraceError, RedisUnavailableError
@@ -82,6 +83,9 @@ def honest_hashes() -> dict[str, Hash]:
         "gauges": {"env_steps_per_s": "1.5", "weights_seq": "7", "episodes_window": "2", "episode_return_mean": "1"},
         "workers": {"3": worker},
         "lease": {"epoch": "2", "token": "x", "since_unix_s": "1.5", "connected": "1"},
+        "consumer_groups": {"record": as_json(golden_samples.sample_model(GroupRow).model_dump())},
+        "group_ledger": {"record/3/3": as_json(newest.model_dump())},
+        "group_folded": {"record/3": as_json(folded.model_dump())},
         "incarnations": {"3": "3"},
         "runner_state": {"3": {"num_episodes_lifetime": 2, "num_agent_steps_sampled_lifetime": {"a": 3}}},
         "metrics": {"score": as_json(golden_samples.sample_model(LoggedMetric).model_dump())},

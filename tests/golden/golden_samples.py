@@ -213,7 +213,8 @@ def _value(annotation: Any, metadata: Sequence[Any], rng: random.Random) -> Any:
         return f"{scheme[1]}://w{rng.randrange(100)}:{rng.randrange(1, 1000)}"
     if annotation is str and metadata and not any(part in ONCE_UNBOUNDED for part in parts):
         text = f"{rng.randrange(100)}/{rng.randrange(100)}"
-        return text if all(re.search(pattern, text) for pattern in patterns) else text.replace("/", ".")
+        texts = [text, text.replace("/", "."), text.replace("/", "-")]
+        return next(text for text in texts if all(re.search(pattern, text) for pattern in patterns))
     scalars = {
         int: rng.randrange(1, 1000),
         float: rng.randrange(1, 99) / 8,

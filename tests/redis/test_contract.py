@@ -63,6 +63,8 @@ TWO_POLICIES = (
     *("--env", "counts:carts_of_which_each_fails_once", "--workers", "2", "--num-envs", "2"),
     *("--set", 'sampling.policies={"short": {}, "long": {}}', "--set", 'sampling.callbacks=["counts:Counts"]'),
     *("--set", "learner.steps_per_update=256", "--set", "learner.epochs=1"),
+    *("--set", 'broker.consumer_groups={"watch": "drop"}'),
+    *("--set", "broker.max_batch_bytes=1000000", "--set", "broker.max_held_bytes=4000000"),
 )
 
 

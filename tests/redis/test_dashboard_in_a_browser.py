@@ -16,6 +16,7 @@ import pytest
 
 from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.consumer_groups import GroupBooks, GroupRow
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.logged_metrics import LoggedMetric
@@ -104,6 +105,22 @@ def still_fleet(client: Any, fleet_id: str, make_row: MakeRow) -> None:
                 EVIL: {"return_mean": 1.5, "return_min": 1.0, "return_max": 2.0, "len_mean": 41.25, "agents": 4.0},
                 "other": {"return_mean": -1234.5625, "return_min": -2000.0, "return_max": 0.125, "agents": 1500.0},
             },
+            groups={
+                "record": GroupBooks(
+                    GroupRow(
+                        on_slow="wait",
+                        connected=True,
+                        program=EVIL[:255],
+                        pid=7,
+                        lag_steps=5120,
+                        oldest_s=44.0,
+                        committed=(81920, 640),
+                        dropped={"overflow": (64, 2), "before_group": (32, 1)},
+                        committed_unix_s=now - 7200.0,
+                    )
+                ),
+                "watch": GroupBooks(),
+            },
             task_figures={
                 EVIL: {"episodes": 310.0, "env_failures": 2.0, "return_mean": 0.9125, "last_unix_s": now - 7200.0},
                 '{"level":10}': {"episodes": 0.0, "env_failures": 1234.0, "last_unix_s": now - 7200.0},
@@ -187,7 +204,17 @@ def test_the_page_shows_the_numbers_of_redis_and_peer_strings_as_plain_text(
         _draws_the_history(browser)
         _goes_along_env_steps(browser)
         # Texts of peers are shown as they are, and nothing of them is an element.
-        for place in ("#fleet", "#policies", "#tasks", "#logged", "#processes", "#workers", "#findings", "#errors pre"):
+        for place in (
+            "#fleet",
+            "#policies",
+            "#tasks",
+            "#groups",
+            "#logged",
+            "#processes",
+            "#workers",
+            "#findings",
+            "#errors pre",
+        ):
             assert EVIL in browser.text(place), place
         assert browser.ask("document.querySelectorAll('main script, main img').length") == 0
         # Sorting and filtering, by keyboard.

@@ -157,7 +157,7 @@ def test_every_metric_has_a_unit_in_its_help_and_no_counter_has_a_label_for_a_wo
     of_counters = {
         label for family in found.values() if family.type == "counter" for one in family.samples for label in one.labels
     }
-    assert of_counters == {"fleet", "reason", "module", "role", "key", "task"}
+    assert of_counters == {"fleet", "reason", "module", "role", "key", "task", "group"}
     samples = [sample for family in found.values() for sample in family.samples]
     assert {sample.labels.get("fleet") for sample in samples} == {'a "b"\\c'}
 

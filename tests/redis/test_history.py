@@ -33,6 +33,7 @@ ENTRY_BYTES = 4000
 LABELS = {
     "quantile": keys.QUANTILES,
     "le": LAG_LABELS,
+    "group": (),
     "key": ("worker.gpu", "client.phones"),
     "reason": ("learner", "weights", "window", "round"),
     "role": ("broker", "learner"),

@@ -19,6 +19,7 @@ from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.broker.reports.reporter import RedisReporter
 from headrace.deploy.report.audit import audit
 from headrace.deploy.run.redis_view import FleetView, Snapshot
+from headrace.schemas.accounts.consumer_groups import GroupBooks
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.logged_metrics import LoggedMetric, SumsOfLife
@@ -110,6 +111,12 @@ def test_the_reporter_writes_exactly_the_brokers_keys_of_the_table(
             env_errors={"others": {"kind": "others", "count": 1}},
             tasks={"newest": "{}"},
             task_figures={"{}": {"episodes": 1.0}},
+            groups={
+                "record": GroupBooks(
+                    rows={(0, 1): make_row()},
+                    folded={1: FoldedLives(highest=1, row=make_row(1, 0, 5, 5, closed=True))},
+                )
+            },
             events=[{"a": 1}],
         )
     )

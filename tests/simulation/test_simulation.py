@@ -36,8 +36,20 @@ def _limits(**changes: object) -> BrokerLimits:
 
 
 BASE = Settings(seed=0)
+OF_GROUPS = {"record": frozenset[str](), "watch": frozenset({"overflow", "before_group"})}
+"""Further reasons for which a consumer group may lose a batch. Workers wait for the group `record`."""
+GROUPS = replace(BASE, limits=_limits(consumer_groups={"record": "wait", "watch": "drop"}))
 MANY = Faults(worker_kills=14, broker_kills=4, learner_kills=2, whole_kills=1, redis_stops=2)
+ALONE = Faults(breaks=0, worker_kills=0, worker_stops=0, broker_kills=0, learner_kills=0, reader_kills=4)
 VARIANTS = {
+    "groups": Variant(300, replace(GROUPS, faults=Faults(reader_kills=3, redis_stops=1))),
+    "groups_without_redis": Variant(150, replace(GROUPS, faults=Faults(reader_kills=3, redis_absent=True))),
+    "groups_all_at_once": Variant(150, replace(GROUPS, faults=Faults(whole_kills=2, reader_kills=2))),
+    "groups_lossy": Variant(100, replace(GROUPS, faults=Faults(drop=0.05, repeat=0.05, reader_kills=2))),
+    "readers_only": Variant(100, replace(GROUPS, faults=ALONE), frozenset()),
+    "groups_of_tight_memory": Variant(
+        100, replace(GROUPS, faults=ALONE, limits=replace(GROUPS.limits, max_held_bytes=300)), frozenset()
+    ),
     "crashes": Variant(800, BASE),
     "peace": Variant(100, replace(BASE, faults=Faults(0, 0, 0, 0, 0, 0, 0)), losses=frozenset()),
     "broker_and_learner_only": Variant(
@@ -78,10 +90,13 @@ VARIANTS = {
 
 def run_schedule(variant: Variant, seed: int) -> list[str]:
     """Play one schedule and return what is wrong with its history."""
-    history = History()
-    world = World(replace(variant.settings, seed=seed), history)
+    history, groups = History(), {group: History() for group in variant.settings.limits.consumer_groups}
+    world = World(replace(variant.settings, seed=seed), history, groups)
     progressed = world.run()
     problems = history.judge(world.checkpoint[1], losses=set(variant.losses), one_learner=variant.one_learner)
+    for group, its in groups.items():
+        found = its.judge(world.checkpoints[group][1], losses=set(variant.losses | OF_GROUPS[group]))
+        problems += [f"group {group}: {problem}" for problem in found]
     if not progressed:
         problems.append("no progress: something is still unsettled long after the last fault")
     return problems

@@ -20,6 +20,7 @@ READ = """
   return { state, texts: { tiles: pairs('#tiles'), learner: pairs('#learner'), redis: pairs('#redis'),
     logged: pairs('#logged'), workers: rows('#workers'), policies: rows('#policies'), peers: rows('#peers'),
     tasks: rows('#tasks'),
+    groups: rows('#groups'),
     processes: rows('#processes'),
     ledger: Object.fromEntries([...document.querySelectorAll('#fleet-ledger .flow > div')]
       .map((one) => [one.dataset.of, texts(one.querySelectorAll('strong, li'))])),
@@ -52,6 +53,7 @@ def page_texts(state: dict[str, Any]) -> Texts:
             },
         },
         "tasks": _tasks(state["tasks"]),
+        "groups": _groups(state["groups"]),
         "peers": _peers(state["workers"]),
         "processes": _processes(state["processes"]),
         "ledger": _ledger(state["ledger"]),
@@ -102,6 +104,17 @@ TEXTS: dict[str, Callable[[Any], str]] = {
 def _workers(columns: list[dict[str, str]], workers: list[dict[str, Any]]) -> dict[str, list[str]]:
     shown = {one["name"]: [TEXTS.get(c["unit"], some)(one.get(c["key"])) for c in columns[1:]] for one in workers}
     return {"": [column["title"] for column in columns], **shown}
+
+
+def _groups(groups: list[dict[str, Any]]) -> dict[str, list[str]]:
+    rows = {"": ["Group", "Reader", "If slow", "Lag, steps", "Oldest", "Committed", "Lost", "Last commit"]}
+    for one in groups:
+        reader = joined("connected" if one["connected"] else "none", one["reader"])
+        slow, oldest = {"wait": "workers wait", "drop": "loses batches"}[one["on_slow"]], span(one["oldest_s"])
+        committed = f"{span(one['committed_age_s'])} ago" if one["committed_age_s"] is not None else "-"
+        counts = [whole(one["lag_steps"]), oldest if one["lag_steps"] else "-", whole(one["committed"][0])]
+        rows[one["group"]] = [reader, slow, *counts, whole(one["lost"]), committed]
+    return rows if groups else {}
 
 
 def _tasks(tasks: list[dict[str, Any]]) -> dict[str, list[str]]:

@@ -1,14 +1,14 @@
 """The worker's side of the protocol as a state machine: messages and time in, messages out, no I/O of its own.
 
-The session keeps every batch until it is settled. It sends in order, as far as the broker's credit goes. If the broker
-forgot batches or a connection broke, it sends again from the last accepted batch. The caller checks `has_room` before
-it adds batches: a full window stops the sampling.
+The session keeps every batch until the learner, and each consumer group that the broker names, have settled it. It
+sends in order, as far as the broker's credit goes. If the broker forgot batches or a connection broke, it sends again
+from the last accepted batch. The caller checks `has_room` before it adds batches: a full window stops the sampling.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -64,6 +64,8 @@ class WorkerSession:
         self.slot = hello.slot
         self.incarnation = hello.incarnation
         self.settled = Settled()
+        self.groups: dict[str, Settled] = {}
+        """What each other group for which workers keep batches has settled, as the broker last named them."""
         self.accepted = 0
         self.weights: Version = (0, 0)
         """The version in use by this worker."""
@@ -145,6 +147,12 @@ class WorkerSession:
         """Return whether the window has room for the `batches` of one cut; see `Window.has_room`."""
         return self._window.has_room(batches)
 
+    def late_groups(self, batches: int) -> list[str]:
+        """Return the groups that alone leave no room for the `batches` of one cut; none where there is room."""
+        if not self._window.waits_for_groups(batches):
+            return []
+        return sorted(name for name, told in self.groups.items() if told.seq < self.settled.seq)
+
     def may_step(self) -> bool:
         """Return whether the fleet's bound of env steps lets this worker begin another fragment.
 
@@ -198,7 +206,7 @@ class WorkerSession:
         self._next_send = 0.0
 
     def window(self) -> list[HeldBatch]:
-        """Return the counts of every batch not known to be settled."""
+        """Return the counts of every batch not known to be settled by all."""
         return self._window.held()
 
     def unaccepted(self) -> int:
@@ -224,6 +232,7 @@ class WorkerSession:
                 incarnation=self.incarnation,
                 totals=self.totals,
                 settled=self.settled,
+                groups=self.groups,
                 window=self.window(),
                 reason=reason,
                 counters=fitting(self.read_counters()),
@@ -306,6 +315,7 @@ class WorkerSession:
                 "slot": self.slot,
                 "incarnation": self.incarnation,
                 "settled": self.settled,
+                "groups": self.groups,
                 "totals": self.totals,
                 "weights": self.weights,
             }
@@ -345,7 +355,7 @@ class WorkerSession:
         self._next_send = now
 
     def _on_welcome(self, welcome: WorkerWelcome, now: float) -> None:
-        if not self._is_possible(welcome.accepted, welcome.settled):
+        if not self._is_possible(welcome.accepted, welcome.settled, *welcome.groups.values()):
             return
         self.welcome, self._interval_s = welcome, welcome.heartbeat_interval_s
         if LZ4 not in welcome.encodings:
@@ -354,9 +364,8 @@ class WorkerSession:
         is_repeated = self.state is not SessionState.JOINING  # it answers a HELLO that was repeated before the first
         self.state = SessionState.LEAVING if self._bye else SessionState.ACTIVE
         self._progress_at = now
-        self.accepted = welcome.accepted
-        self._settle(welcome.settled)
-        self.accepted = max(self.accepted, self.settled.seq)
+        self._window.forget(self._learn_settled(welcome.settled, welcome.groups))
+        self.accepted = max(welcome.accepted, self._window.first - 1)
         self._sent = max(self._sent, self.accepted) if is_repeated else self.accepted
         self._credit, self._window.learner_steps = welcome.credit, welcome.window_steps
         self.weights_known = max(self.weights_known, welcome.weights)
@@ -368,19 +377,20 @@ class WorkerSession:
     def _on_ack(self, ack: Ack, now: float) -> None:
         if self.state is SessionState.JOINING or (ack.slot, ack.incarnation) != (self.slot, self.incarnation):
             return
-        if not self._is_possible(ack.accepted, ack.settled):
+        if not self._is_possible(ack.accepted, ack.settled, *ack.groups.values()):
             return
-        accepted = max(ack.accepted, ack.settled.seq)
+        settled_by_all = self._learn_settled(ack.settled, ack.groups)
+        accepted = max(ack.accepted, settled_by_all)
         if accepted > self.accepted:
             self.accepted, self._progress_at = accepted, now
             self._steps_counted = self._window[accepted].totals.steps_of_envs
         if not self.unaccepted():
             self._steps_counted = self._steps_told
         self._sent = max(self._sent, self.accepted)
-        self._settle(ack.settled)
+        self._window.forget(settled_by_all)
         for reason, seqs in ack.dropped.items():
             for seq in seqs:
-                self._window.skip(seq, reason)
+                self._window.skip(seq, reason, keep_bytes=bool(self.groups))
         self._credit, self._window.learner_steps = max(ack.credit, ack.accepted), ack.window_steps
         self.weights_known = max(self.weights_known, ack.weights)
         self._hear_of_round(ack)
@@ -395,23 +405,28 @@ class WorkerSession:
         if told.synchronous is not None:
             self._round = (told.weights, told.round_steps) if told.synchronous else None
 
-    def _is_possible(self, accepted: int, settled: Settled) -> bool:
+    def _is_possible(self, accepted: int, *settled: Settled) -> bool:
         """Return whether these numbers are possible. A broker cannot know of a batch that was not cut."""
-        told = max(accepted, settled.seq)
+        told = max(accepted, *(one.seq for one in settled))
         if told >= self.next_seq:
             text = f"ignored a message of the broker: it tells of batch {told}, and {self.next_seq - 1} were cut"
             self._warnings.warn(b"", "not_cut", text)
         return told < self.next_seq
 
-    def _settle(self, settled: Settled) -> None:
-        self._window.forget(settled.seq)
-        if settled.seq > self.settled.seq:
-            self.settled = settled
+    def _learn_settled(self, settled: Settled, groups: Mapping[str, Settled]) -> int:
+        """Note what the learner and other groups have settled. Return the number of the last batch that all have.
+
+        A group that is not named any more keeps no batch.
+        """
+        self.settled = _newer(self.settled, settled)
+        self.groups = {name: _newer(self.groups.get(name, told), told) for name, told in groups.items()}
+        self._window.settled = self.settled.seq
+        return min(told.seq for told in (self.settled, *self.groups.values()))
 
     def _on_fenced(self, fenced: Fenced, now: float) -> None:
         if self._is_possible(fenced.accepted, fenced.settled):
-            self._settle(fenced.settled)
-            self.accepted = max(self.accepted, fenced.accepted, fenced.settled.seq)
+            self._window.forget(self._learn_settled(fenced.settled, self.groups))
+            self.accepted = max(self.accepted, fenced.accepted, self._window.first - 1)
         self.state, self.refusal = SessionState.FENCED, ("fenced", fenced.detail)
 
     def _on_tasks(self, tasks: Tasks, now: float) -> None:
@@ -434,3 +449,7 @@ class WorkerSession:
         self._sent = min(self._sent, reject.seq - 1)
         if self._rejected[reject.seq] >= _TRIES:
             self._window.skip(reject.seq, Drop.POISON)
+
+
+def _newer(known: Settled, told: Settled) -> Settled:
+    return told if told.seq > known.seq else known

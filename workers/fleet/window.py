@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from headrace.schemas.accounts.ledger import HeldBatch, WorkerTotals
@@ -45,13 +46,17 @@ class SessionLimits:
 
 
 class Window:
-    """Batches `first`, `first` + 1, ... of one incarnation: all that are cut and not known to be settled."""
+    """Batches `first`, `first` + 1, ... of one incarnation: all that are cut and not known to be settled by all.
+
+    Those up to `settled` are kept for other consumer groups alone: the learner has settled them.
+    """
 
     def __init__(self, limits: SessionLimits) -> None:
         self._limits = limits
         self._shipments: deque[Shipment] = deque()
         self._nbytes = 0
         self.first = 1
+        self.settled = 0
         self.learner_steps = 0
         """This worker's share of the steps that the learner wants under way; 0 while it has told none."""
 
@@ -74,19 +79,33 @@ class Window:
     def has_room(self, batches: int) -> bool:
         """Return whether the `batches` of one cut fit. They always fit an empty window.
 
-        The batches of a later drain must still fit the recorder too.
+        The batches of a later drain must still fit the recorder too. Another group may be `window_batches` behind the
+        learner.
         """
-        if len(self._shipments) + 2 * batches > WINDOW:
+        behind = self.settled - self.first + 1
+        if behind and behind + batches > self._limits.window_batches:
+            return False
+        return self._fit(self._shipments, self._nbytes, batches)
+
+    def waits_for_groups(self, batches: int) -> bool:
+        """Return whether there is no room, and would be if other groups had settled what the learner has."""
+        awaited = [shipment for shipment in self._shipments if shipment.batch.seq > self.settled]
+        if len(awaited) == len(self) or self.has_room(batches):
+            return False
+        return self._fit(awaited, sum(shipment.nbytes for shipment in awaited), batches)
+
+    def _fit(self, shipments: Collection[Shipment], nbytes: int, batches: int) -> bool:
+        if len(shipments) + 2 * batches > WINDOW:
             return False
         limits = self._limits
         if limits.follows_learner and self.learner_steps:
-            awaited = [s.batch.steps for s in self._shipments if not s.dropped]
-            return not awaited or (self._fits_learner(awaited, batches) and self._nbytes < limits.window_bytes)
-        if len(self._shipments) + batches <= limits.window_batches and self._nbytes < limits.window_bytes:
+            awaited = [s.batch.steps for s in shipments if not s.dropped and s.batch.seq > self.settled]
+            return (not awaited or self._fits_learner(awaited, batches)) and nbytes < limits.window_bytes
+        if len(shipments) + batches <= limits.window_batches and nbytes < limits.window_bytes:
             return True
-        kept = [s.batch.steps for s in self._shipments if not s.dropped]
+        kept = [s.batch.steps for s in shipments if not s.dropped]
         fits = len(kept) + batches <= limits.window_batches or sum(kept) < limits.window_steps
-        return not kept or (fits and self._nbytes < limits.window_bytes)
+        return (not kept or fits) and nbytes < limits.window_bytes
 
     def _fits_learner(self, awaited: list[int], batches: int) -> bool:
         """Return whether at least half of another cut fits the learner's steps, if it is like the cuts in the window.
@@ -108,7 +127,7 @@ class Window:
         return [shipment.batch for shipment in self._shipments]
 
     def forget(self, seq: int) -> None:
-        """Forget the batches up to `seq`, which are settled."""
+        """Forget the batches up to `seq`, which all have settled."""
         while self._shipments and self.first <= seq:
             self._nbytes -= self._shipments.popleft().nbytes
             self.first += 1
@@ -123,11 +142,15 @@ class Window:
                 self._nbytes += nbytes - shipment.nbytes
                 shipment.nbytes = nbytes
 
-    def skip(self, seq: int, reason: str) -> None:
-        """Free the bytes of batch `seq`, which the learner does not get for `reason`, if it is in the window."""
+    def skip(self, seq: int, reason: str, *, keep_bytes: bool = False) -> None:
+        """Free the bytes of batch `seq`, which the learner does not get for `reason`, if it is in the window.
+
+        keep_bytes: other groups may still get it.
+        """
         if self.first <= seq < self.next_seq and not self[seq].dropped:
             self[seq].reason, self[seq].dropped = reason, True
-            self._drop_bytes(self[seq])
+            if not keep_bytes:
+                self._drop_bytes(self[seq])
 
     def _drop_bytes(self, shipment: Shipment) -> None:
         self._nbytes -= shipment.nbytes

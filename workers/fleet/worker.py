@@ -291,8 +291,7 @@ class Worker:
             if stopping.is_set():
                 return False
         if not self._has_room():
-            self._block("window")
-            self._wait("room in the window", self._has_room, stopping, whom="learner")
+            self._wait("room in the window", self._finds_room, stopping, whom="learner")
             self._block("")
         if not self.session.may_step():
             self._wait_for_steps(stopping)
@@ -328,6 +327,18 @@ class Worker:
 
     def _has_room(self) -> bool:
         return self.session.has_room(self._batches_a_cut)
+
+    def _finds_room(self) -> bool:
+        """Return whether there is room. Tell the broker whether the learner or another group keeps the window full."""
+        if self._has_room():
+            return True
+        reason = self._full_by(self._batches_a_cut)
+        if reason != self.session.blocked:
+            self._block(reason)
+        return False
+
+    def _full_by(self, batches: int) -> BlockedBy:
+        return "group" if self.session.late_groups(batches) else "window"
 
     def sample(self, stopping: threading.Event) -> Cut:
         """Return one fragment sampled with the newest weights, or a shorter one when the worker is stopped.
@@ -425,7 +436,8 @@ class Worker:
                 break
             self._take_over(delivery)
         # Reports that clients wait; otherwise a learner would wait for more steps than the window ever holds.
-        self._block("" if has_room or not self._acting_channel.has_waiting else "window")
+        is_free = has_room or not self._acting_channel.has_waiting
+        self._block("" if is_free else self._full_by(self._batches_a_cut + 1))
 
     def _take_over(self, delivery: Any) -> None:
         self.runner.take_over(delivery.taken)
@@ -509,6 +521,8 @@ class Worker:
 
     def _held_up_by(self, whom: str) -> str:
         is_with_broker = self.session.state is not SessionState.ACTIVE or self.session.unaccepted() > 0
+        if late := self.session.late_groups(self._batches_a_cut):
+            whom = f"group {', '.join(late)}"
         return self.session.waiting_for or ("broker" if is_with_broker else whom)
 
     # -- leaving ------------------------------------------------------------------------------------------------------

@@ -225,8 +225,19 @@ def _of_sums(sources: Sources) -> Iterator[str]:
     """Yield a sentence for each slot whose ended lives have other sums in Redis than in books.json."""
     if sources.books is None or sources.books_after is None:
         return
-    before, after = (_ended(books.folded, _rows_of(books)) for books in (sources.books, sources.books_after))
-    ledger = _ended(sources.ledger.folded, sources.ledger.rows)
+    files, ledger = (sources.books, sources.books_after), sources.ledger
+    yield from _sums_differ(*files, ledger.folded, ledger.rows)
+    for name, own in ledger.groups.items():
+        before, after = (books.groups.get(name, EndedLives()) for books in files)
+        found = _sums_differ(before, after, own.folded, own.rows)
+        yield from (f"group {name}: {difference}" for difference in found)
+
+
+def _sums_differ(
+    books: EndedLives, books_after: EndedLives, folded: Mapping[int, FoldedLives], rows: Mapping[Life, LedgerRow]
+) -> Iterator[str]:
+    before, after = (_ended(file.folded, _rows_of(file)) for file in (books, books_after))
+    ledger = _ended(folded, rows)
     for slot in sorted(before.keys() | ledger.keys()):
         known = ledger[slot]
         if not before[slot] <= known <= after[slot]:

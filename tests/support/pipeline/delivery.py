@@ -376,7 +376,8 @@ class Feeder(LoopThread):
 
     def _ship(self) -> None:
         room = self.session.has_room()
-        self.session.blocked = "" if room or self._done else "window"
+        full_by = "group" if self.session.late_groups(1) else "window"
+        self.session.blocked = "" if room or self._done else full_by
         if not room or self._done:
             return
         try:

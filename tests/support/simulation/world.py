@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
@@ -22,6 +23,7 @@ from headrace.learner_stub.streaming.update_size import UpdateSize
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.lag_buckets import LAG_BUCKETS
 from headrace.schemas.accounts.ledger import Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
+from headrace.schemas.basics.bounds import TRAIN
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.chunks.module_spaces import module_spaces_to_json
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
@@ -63,6 +65,8 @@ class Faults:
     worker_stops: int = 1
     broker_kills: int = 2
     learner_kills: int = 2
+    reader_kills: int = 0
+    """Kills of readers of other consumer groups."""
     rival_learners: int = 0
     """A second learner starts while the first lives; the older must be fenced."""
     whole_kills: int = 0
@@ -204,7 +208,8 @@ class SimWorker:
             self._record(totals, [*session.window(), batch])
             header = batch_header(self, batch, totals)
             session.submit(Shipment(batch, 100, [header], totals))  # type: ignore[list-item]
-            world.history.cut(self.slot, self.incarnation, batch)
+            for history in (world.history, *world.histories.values()):
+                history.cut(self.slot, self.incarnation, batch)
             world.versions[(self.slot, self.incarnation, batch.seq)] = session.weights
         elif world.hostile and session.welcome is not None and self._may_go_on():
             open_steps = world.random.randint(0, 3)
@@ -242,7 +247,8 @@ class SimWorker:
         """End without a word; only the recorder is left."""
         self.alive = False
         self.link.cut()
-        self.world.history.died(self.slot, self.incarnation, self.recorder.totals.stepped)
+        for history in (self.world.history, *self.world.histories.values()):
+            history.died(self.slot, self.incarnation, self.recorder.totals.stepped)
 
 
 def batch_header(worker: SimWorker, batch: HeldBatch, totals: WorkerTotals) -> BatchHeader:
@@ -260,15 +266,16 @@ def batch_header(worker: SimWorker, batch: HeldBatch, totals: WorkerTotals) -> B
 
 
 class SimLearner:
-    """A learner process: takes arrivals, trains, writes its checkpoint, then commits."""
+    """A learner process, or a reader of another `group`: takes arrivals, trains, writes its checkpoint, commits."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, group: str = TRAIN) -> None:
         self.world = world
+        self.group = group
         self.alive = True
         world.learners += 1
-        position, self.trained, self.ends = world.checkpoint
+        position, self.trained, self.ends = world.checkpoints[group]
         self.trained, self.ends = list(self.trained), list(self.ends)
-        round_steps = world.settings.round_steps
+        round_steps = world.settings.round_steps if group == TRAIN else 0
         limits = StreamLimits(
             window_batches=world.settings.learner_window,
             window_bytes=1 << 20,
@@ -277,7 +284,7 @@ class SimLearner:
         )
         self.published = 0
         self.gathered, self.idle_since = 0, world.now
-        self.session = LearnerSession(f"l{world.learners}", limits, position=position)
+        self.session = LearnerSession(f"l{world.learners}", limits, position=position, group=group)
         self.session.figures = self._figures
         self._began, self._handed = world.now, 0
         self.updates = UpdateSize(None, auto_commit=False)
@@ -309,12 +316,13 @@ class SimLearner:
                 session.settle(arrival, (0, 0), {})
         if session.uncommitted() and world.random.random() < 0.6:
             if session.state is not LearnerState.STOPPED:
-                world.checkpoint = (session.position(), list(self.trained), list(self.ends))
+                world.checkpoints[self.group] = (session.position(), list(self.trained), list(self.ends))
             if world.random.random() < 0.9:
                 session.commit(world.now, at_once=world.random.random() < 0.5)
                 self.updates.end()
-        self._publish()
-        if world.settings.tells_size:
+        if self.group == TRAIN:
+            self._publish()
+        if world.settings.tells_size and self.group == TRAIN:
             session.want_window(self.updates.window_steps())
         session.tick(world.now)
         for out in session.take_outbox():
@@ -409,8 +417,10 @@ class SimSupervisor:
 class World:
     """Runs one schedule: a hostile phase, then peace until everything is settled or the deadline has passed."""
 
-    def __init__(self, settings: Settings, history: Any) -> None:
+    def __init__(self, settings: Settings, history: Any, histories: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.settings = settings
+        self.histories = histories
+        """The histories of other consumer groups, by name."""
         self.random = random.Random(settings.seed)
         self.history = history
         self.strangers = Strangers(settings.seed) if settings.strangers else None
@@ -426,9 +436,12 @@ class World:
         """
         self.peers = 0
         self.learners = 0
-        self.checkpoint: tuple[list[SourcePosition], list[tuple[int, ...]], list[tuple[int, int]]] = ([], [], [])
-        """The learner's position, the batches that it has trained on, and the ends of lives that it has heard."""
+        self.checkpoints: dict[str, tuple[list[SourcePosition], list[tuple[int, ...]], list[tuple[int, int]]]] = {
+            group: ([], [], []) for group in (TRAIN, *histories)
+        }
+        """By group: the position, the batches that were trained on, and the ends of lives that were heard."""
         self.redis: dict[tuple[int, int], LedgerRow] = {}
+        self.redis_of_groups: dict[str, dict[tuple[int, int], LedgerRow]] = {group: {} for group in histories}
         self.redis_folded: dict[int, FoldedLives] = {}
         self.file_folded: dict[int, FoldedLives] = {}
         """The folded lives in Redis, and those in their file, which is written first."""
@@ -445,8 +458,13 @@ class World:
         self.begun: dict[int, int] = {}
         """The newest incarnation of each slot that is alive or about to start; 1 where there is none here."""
         self.learner = SimLearner(self)
+        self.readers = {group: SimLearner(self, group) for group in histories}
         self._plan()
         self.at(0.25, self._broker_ticks)
+
+    @property
+    def checkpoint(self) -> tuple[list[SourcePosition], list[tuple[int, ...]], list[tuple[int, int]]]:
+        return self.checkpoints[TRAIN]
 
     def at(self, time: float, event: Callable[[], None]) -> None:
         self._counter += 1
@@ -464,6 +482,7 @@ class World:
                 break
         for row in self._honest_rows():
             self.history.row(row)
+        self._report_groups()
         if self.broker is not None:
             honest = [lives for slot, lives in self.broker.store.folded.items() if slot < self.settings.workers]
             self.history.folded(honest, {(row.slot, row.incarnation) for row in self._honest_rows()})
@@ -480,7 +499,19 @@ class World:
         done = all(w.cut >= self.settings.batches and not w.session.window() for w in live)
         if not done or self.supervisor.due or self.broker is None:
             return False
-        return self._nothing_held() and self._all_ended()
+        return self._nothing_held() and self._all_ended() and self._groups_settled(self.broker)
+
+    def _groups_settled(self, broker: BrokerCore) -> bool:
+        """The groups have settled whatever their books say is accepted, and every life that was cut is in them."""
+        for group in self.histories:
+            rows = {(row.slot, row.incarnation): row for row in broker.groups.by_name[group].rows(broker.sources)}
+            for key, batches in self.history.batches.items():
+                row = rows.get(key)
+                if batches and (row is None or row.held != (0, 0)):
+                    return False
+                if batches and not (row.closed or row.settled.seq == max(batches)):  # type: ignore[union-attr]
+                    return False
+        return True
 
     def _all_ended(self) -> bool:
         """The learner has heard the end of each dead life of which it has a batch.
@@ -513,6 +544,7 @@ class World:
             (faults.worker_stops, self._stop_worker),
             (faults.broker_kills, self._kill_broker),
             (faults.learner_kills, self._kill_learner),
+            (faults.reader_kills, self._kill_reader),
             (faults.rival_learners, self._start_rival),
             (faults.whole_kills, self._kill_all),
             (faults.joint_kills, self._kill_some),
@@ -560,7 +592,8 @@ class World:
     def _kill_all(self) -> None:
         for worker in [worker for worker in self.workers if worker.alive]:
             worker.die()
-        self.learner.kill()
+        for learner in (self.learner, *self.readers.values()):
+            learner.kill()
         self.supervisor.kill()
         self.broker = None
         self.at(self.now + self.random.random() * 2, self._start_all)
@@ -574,6 +607,7 @@ class World:
             self.begun[slot] = 1 + self.begun.get(slot, 1)
             self.workers.append(SimWorker(self, slot, self.begun[slot]))
         self._start_learner()
+        self._start_readers()
 
     def _stop_redis(self) -> None:
         self.redis_back_at = max(self.redis_back_at, self.now + 1.0 + 5.0 * self.random.random())
@@ -607,7 +641,8 @@ class World:
 
     def _start_broker(self) -> None:
         state = self.state_file if self.settings.faults.keep_state_file else BrokerState()
-        copy = replace(state, incarnations=dict(state.incarnations))
+        groups = {name: replace(lease) for name, lease in state.groups.items()}
+        copy = replace(state, incarnations=dict(state.incarnations), groups=groups)
         self._unsaved = {}
         self.broker = BrokerCore(FLEET, self.settings.limits, copy, self.now)
         if self.settings.faults.keep_state_file and not self.settings.faults.redis_absent:
@@ -615,11 +650,24 @@ class World:
         self.supervisor.due = dict(self.supervisor.written)
         if not self.settings.faults.redis_absent:
             self.broker.restore(self.redis.values(), {}, 0, None, self.redis_folded)
+            for group, rows in self.redis_of_groups.items():
+                self.broker.groups.restore(group, rows.values(), {})
 
     def _kill_learner(self) -> None:
         if self.learner.alive:
             self.learner.kill()
             self.at(self.now + self.random.random(), self._start_learner)
+
+    def _kill_reader(self) -> None:
+        reader = self.random.choice(list(self.readers.values()))
+        if reader.alive:
+            reader.kill()
+            self.at(self.now + self.random.random() * 8, self._start_readers)
+
+    def _start_readers(self) -> None:
+        for group, reader in self.readers.items():
+            if not reader.alive and self.supervisor.alive:
+                self.readers[group] = SimLearner(self, group)
 
     def _start_learner(self) -> None:
         if not self.learner.alive and self.supervisor.alive:
@@ -632,6 +680,7 @@ class World:
     def _make_peace(self) -> None:
         if not self.learner.alive:
             self._start_learner()
+        self._start_readers()
 
     def _broker_ticks(self) -> None:
         if self.broker is not None:
@@ -641,14 +690,29 @@ class World:
                 self.history.row(row)
                 if self.random.random() < 0.5:
                     self._report(row)
+            self._report_groups()
             self._fold(self.broker)
         self.at(self.now + 0.5, self._broker_ticks)
+
+    def _report_groups(self) -> None:
+        for group, history in self.histories.items():
+            known, rows = (
+                self.redis_of_groups[group],
+                self.broker.groups.by_name[group].rows(self.broker.sources) if self.broker is not None else [],
+            )
+            for row in rows:
+                if row.slot < self.settings.workers:
+                    history.row(row)
+                    if self.random.random() < 0.5 and self.now >= self.redis_back_at:
+                        known[(row.slot, row.incarnation)] = row
 
     def _fold(self, broker: BrokerCore) -> None:
         """Fold as the broker's loop and its reporter do: file first, then Redis, with any crash in between."""
         if self.settings.faults.redis_absent:
             return  # what Redis has not confirmed does not fold
         broker.folding.stored(row for row in self.redis.values() if row.closed)
+        for group, rows in self.redis_of_groups.items():
+            broker.groups.by_name[group].folding.stored(row for row in rows.values() if row.closed)
         broker.fold(lambda _: {})
         self._unsaved |= broker.folding.take_news()
         if self.random.random() < 0.5:
@@ -694,7 +758,8 @@ class World:
 
     def _flush_broker(self) -> None:
         assert self.broker is not None
-        self.state_file = replace(self.broker.state, incarnations=dict(self.broker.state.incarnations))
+        groups = {name: replace(lease) for name, lease in self.broker.state.groups.items()}
+        self.state_file = replace(self.broker.state, incarnations=dict(self.broker.state.incarnations), groups=groups)
         for send in self.broker.take_outbox(self.now):
             if isinstance(send.content, list):
                 self._note_given(send.content[0])  # type: ignore[arg-type]

@@ -73,6 +73,7 @@ def report_html(facts: Mapping[str, Any], series: RunSeries) -> str:
             "<h2>Ledger</h2>",
             *_ledger(facts),
             *_tasks(facts["tasks"]),
+            *_groups(facts["groups"]),
             "<h2>Failures of envs</h2>",
             *_errors(facts["errors"]),
             "<h2>Evaluations</h2>",
@@ -211,6 +212,24 @@ def _tasks(tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     ]
     columns = ("task", "mean return", "mean length", "episodes", "failures of envs", "last")
     yield table("means are over the newest 100 episodes of a task", columns, rows)
+
+
+def _groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not groups:
+        return
+    yield "<h2>Consumer groups</h2>"
+    rows = [
+        (
+            _bounded(one["group"]),
+            _bounded(one["reader"] or "none"),
+            one["on_slow"],
+            *(_count(steps) for steps in (one["committed"][0], one["lag_steps"], one["lost"])),
+            _moment(one["committed_unix_s"]),
+        )
+        for one in groups
+    ]
+    columns = ("group", "reader", "if it is slow", "committed", "lag", "lost", "last commit")
+    yield table("in agent steps, besides the learner's", columns, rows)
 
 
 def _errors(errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from headrace.broker.redis.parser import HashParser
 from headrace.deploy.annexes.watch.report.run_series import RunSeries
-from headrace.deploy.annexes.watch.state.fleet_state import tasks_of
+from headrace.deploy.annexes.watch.state.fleet_state import groups_of, tasks_of
 from headrace.deploy.loggers import Row
 from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.monitoring.bottleneck import find_bottleneck
@@ -31,6 +31,7 @@ from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.run_dir import is_locked
+from headrace.schemas.accounts.consumer_groups import GroupRow
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.figures import GAUGE_TABLE
 from headrace.schemas.accounts.ledger import FleetLedger
@@ -75,6 +76,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], RunSeries]:
         "restarts": _restarts(told, series),
         "processes": _processes(page, told, state),
         "tasks": tasks_of(_tasks(snapshot, told if state == "ended" else {}), time.time()),
+        "groups": groups_of(_groups(snapshot, told if state == "ended" else {}), time.time()),
         "errors": _errors(snapshot, told if state == "ended" else {}),
         "evaluations": EvaluationLog(run_dir).take_new(),
         "marks": [{"elapsed_s": round(at, 1), "what": what} for at, what in series.marks],
@@ -131,6 +133,14 @@ def _tasks(snapshot: Snapshot | None, told: Mapping[str, Any]) -> Mapping[str, M
         return snapshot.task_figures
     found = {task.encode(): orjson.dumps(own) for task, own in _object(told, "tasks").items()}
     return HashParser().task_figures(found)
+
+
+def _groups(snapshot: Snapshot | None, told: Mapping[str, Any]) -> Mapping[str, GroupRow]:
+    """Return the state of consumer groups, from Redis, else as it was at the end of the run."""
+    if snapshot is not None:
+        return {name: books.state for name, books in snapshot.groups.items()}
+    found = {name.encode(): orjson.dumps(state) for name, state in _object(told, "groups").items()}
+    return {name: books.state for name, books in HashParser().groups(found, {}, {}).items()}
 
 
 def _books(run_dir: Path, told: Mapping[str, Any]) -> tuple[Snapshot | None, dict[str, Any]]:

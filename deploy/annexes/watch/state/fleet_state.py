@@ -11,6 +11,7 @@ columns              of the table of workers: key (the member of a row), title, 
 labelled             those with a label: {name: {value of the label: number}}
 ledger               agent steps from stepped to committed, with each loss by its name
 policies, tasks      returns by module; figures by task
+groups               consumer groups besides the learner's: their readers, lag and books
 logged               metrics that callbacks logged
 workers              a row for each slot, by slot
 errors               failures of envs, grouped, the newest first
@@ -35,6 +36,7 @@ from headrace.deploy.monitoring.findings import Finding, find, verdict
 from headrace.deploy.monitoring.losses import loss_of
 from headrace.deploy.report.progress import STALE_S, number
 from headrace.deploy.run.redis_view import Snapshot
+from headrace.schemas.accounts.consumer_groups import GroupRow
 from headrace.schemas.accounts.figures import added_up
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, add_up
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
@@ -106,6 +108,7 @@ def fleet_state(facts: Facts, findings: list[Finding], slow: SlowFacts | None = 
             for module, numbers in sorted(snapshot.policies.items())
         ],
         "tasks": tasks_of(snapshot.task_figures, facts.unix_s),
+        "groups": groups_of({name: books.state for name, books in snapshot.groups.items()}, facts.unix_s),
         "logged": {name: metric.value for name, metric in sorted(snapshot.metrics.items())},
         "workers": workers,
         "errors": list(_env_errors(snapshot, facts.unix_s)),
@@ -130,6 +133,20 @@ def tasks_of(figures: Mapping[str, Mapping[str, float]], unix_s: float) -> list[
     return [
         {"task": printable(task), **own, "last_age_s": max(0.0, unix_s - own.get("last_unix_s", unix_s))}
         for task, own in sorted(figures.items(), key=lambda item: _in_order(item[0]))
+    ]
+
+
+def groups_of(states: Mapping[str, GroupRow], unix_s: float) -> list[Document]:
+    """Return the state of each consumer group, with its reader in words, what it has lost, and ages for times."""
+    return [
+        {
+            "group": name,
+            **state.model_dump(mode="json"),
+            "reader": printable(f"{state.program}, pid {state.pid} on {state.host}") if state.pid else "",
+            "lost": state.lost_steps,
+            "committed_age_s": _age_s(state.committed_unix_s, unix_s),
+        }
+        for name, state in sorted(states.items())
     ]
 
 

@@ -141,6 +141,7 @@ def head(document: Document, curves: Curves, width: int, most: int = _MOST_FINDI
     lines += _shares(document)
     lines += _errors(document)
     lines += _tasks(document, most)
+    lines += _groups(document)
     return lines
 
 
@@ -214,6 +215,14 @@ def _tasks(document: Document, most: int) -> Iterator[Text]:
         yield Text("task         ", style="dim").append(_line(f"{one['task']}: {', '.join(said)}"), style="default")
     if len(document["tasks"]) > len(tasks):
         yield Text(f"  and {len(document['tasks']) - len(tasks)} tasks more: headrace dashboard", style="dim")
+
+
+def _groups(document: Document) -> Iterator[Text]:
+    for one in document["groups"]:
+        who = one["reader"] or "no reader yet"
+        said = f"{one['group']} ({one['on_slow']}): {who}{'' if one['connected'] else ', not connected'}"
+        said += f"; lag {one['lag_steps']:,} steps, committed {one['committed'][0]:,}, lost {one['lost']:,}"
+        yield Text("group        ", style="dim").append(_line(said), style="" if one["connected"] else "yellow")
 
 
 def _errors(document: Document) -> Iterator[Text]:

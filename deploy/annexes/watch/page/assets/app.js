@@ -193,6 +193,16 @@ const TASK_COLUMNS = [
   ["Env failures", (t) => whole(t.env_failures)],
   ["Last", (t) => `${duration(t.last_age_s)} ago`],
 ];
+const GROUP_COLUMNS = [
+  ["Group", (g) => g.group],
+  ["Reader", (g) => filled([g.connected ? "connected" : "none", g.reader]), true],
+  ["If slow", (g) => g.on_slow === "wait" ? "workers wait" : "loses batches", true],
+  ["Lag, steps", (g) => whole(g.lag_steps)],
+  ["Oldest", (g) => g.lag_steps ? duration(g.oldest_s) : "-"],
+  ["Committed", (g) => whole(g.committed[0])],
+  ["Lost", (g) => whole(g.lost)],
+  ["Last commit", (g) => isNumber(g.committed_age_s) ? `${duration(g.committed_age_s)} ago` : "-"],
+];
 const PEER_COLUMNS = [
   ["Worker", (w) => w.name],
   ["Env hosts", (w) => w.env_hosts ? `${whole(w.env_hosts.connected)} of ${whole(w.env_hosts.wanted)}` : "-"],
@@ -299,6 +309,8 @@ function show(s) {
   showTable($("policies"), POLICY_COLUMNS, s.policies, (p) => p.module);
   $("tasks-box").hidden = !s.tasks.length;
   showTable($("tasks"), TASK_COLUMNS, s.tasks, (t) => t.task);
+  $("groups-box").hidden = !s.groups.length;
+  showTable($("groups"), GROUP_COLUMNS, s.groups, (g) => g.group);
   showLearner(s);
   const peers = s.workers.filter((w) => w.env_hosts || w.serving);
   $("peers-box").hidden = !peers.length;
