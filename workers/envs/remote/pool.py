@@ -61,7 +61,7 @@ class RemotePool(PoolBackend):
     is lost, its lanes fail with `EnvHostLostError`, once for each life of the host.
     """
 
-    renders = False
+    renders = False  # pictures do not travel between hosts
 
     def __init__(
         self,
@@ -174,10 +174,6 @@ class RemotePool(PoolBackend):
         if host is not None:
             self._say(host.route, Fenced(detail=f"envs of this env host only fail, and those of others work: {why}"))
         return True
-
-    def render(self, lane: int) -> None:
-        """Raise NotImplementedError: pictures do not travel between hosts."""
-        raise NotImplementedError
 
     # -- replies ------------------------------------------------------------------------------------------------------
 
