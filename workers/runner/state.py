@@ -59,30 +59,24 @@ def _check_kinds(state: Any) -> None:
 _MOST_DIGESTS = 64
 
 
+@dataclass(eq=False, repr=False)
 class RunnerState:
     """The weights that a runner acts with, and the state that it saves and restores."""
 
-    def __init__(
-        self,
-        names: ModuleIdNames,
-        read_sampler: Callable[[], Sampler[Any, Any] | None],
-        worker_index: int,
-        metrics: RunnerMetrics,
-        totals: RunnerTotals,
-        callbacks: CallbackList,
-    ) -> None:
+    _names: ModuleIdNames
+    _read_sampler: Callable[[], Sampler[Any, Any] | None]
+    _worker_index: int
+    _metrics: RunnerMetrics
+    _totals: RunnerTotals
+    _callbacks: CallbackList
+
+    def __post_init__(self) -> None:
         self.version = Version()
         """The version of the weights that act."""
         self._digests: dict[int, str] = {}
         """Digests of the newest versions of this epoch, by seq: steps that are not cut yet were chosen under them."""
         self.waiting: tuple[Parts, Version] | None = None
         """Weights of another learner's epoch, until the open fragment is cut."""
-        self._names = names
-        self._read_sampler = read_sampler
-        self._worker_index = worker_index
-        self._metrics = metrics
-        self._totals = totals
-        self._callbacks = callbacks
 
     @property
     def _policies(self) -> Mapping[str, ActingModule]:

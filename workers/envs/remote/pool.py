@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
@@ -318,6 +319,7 @@ class RemotePool(PoolBackend):
         self._router_port.close()
 
 
+@dataclass(eq=False, repr=False)
 class RemotePlacement:
     """Envs on the hosts that connect to the worker's port.
 
@@ -326,10 +328,9 @@ class RemotePlacement:
     waits for its first host, `on_wait` is called from time to time with the address of the port.
     """
 
-    def __init__(self, kind_problem: KindProblem, on_wait: Callable[[str], None] | None = None) -> None:
-        self._kind_problem = kind_problem
-        self._on_wait = on_wait
-        self._at: tuple[str, int] | SocketPlace | None = None
+    _kind_problem: KindProblem
+    _on_wait: Callable[[str], None] | None = None
+    _at: tuple[str, int] | SocketPlace | None = None
 
     def open(self, table: LaneTable) -> RemotePool:
         """Listen, and wait for the first host. Raises `ConfigError` for a port that is too high."""
