@@ -18,7 +18,7 @@ from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import build_env, find_creator, naming_what_failed
 from headrace.workers.envs.driver import own_driver
 from headrace.workers.envs.lane import close_envs
-from headrace.workers.envs.spaces import convert, spaces_of, spaces_of_vector
+from headrace.workers.envs.spaces import convert, spaces_of
 from headrace.workers.envs.vector_env import VectorEnv
 from headrace.workers.policy.policies import Policies
 
@@ -68,7 +68,7 @@ def _adapted(config: EnvRunnerConfig, made: Any, context: EnvContext) -> BuiltEn
         env, by_agent = part("adapted_agents")(made, context)
         return BuiltEnv(env, Policies.of(config).spaces(by_agent), by_agent)
     if isinstance(made, gym.vector.VectorEnv):
-        return BuiltEnv(made, {DEFAULT_MODULE_ID: spaces_of_vector(made)}, {})
+        return BuiltEnv(made, {DEFAULT_MODULE_ID: spaces_of(made, "single_")}, {})
     if own_driver(made) is None and not isinstance(made, VectorEnv):
         env = build_env(lambda _: made, context)
     return BuiltEnv(env, {DEFAULT_MODULE_ID: spaces_of(env)}, {})

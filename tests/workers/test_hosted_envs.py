@@ -123,7 +123,7 @@ def test_an_answer_too_large_for_a_message_fails_that_env_alone() -> None:
 def test_an_info_of_more_than_8192_names_fails_its_env_alone(envs: HostedEnvs, names: int, fails: bool) -> None:
     """A worker refuses such a message before it reads the values."""
     place = envs._places[0]
-    place.number, place.began = 1, ({"deep": {f"k{number}": 1 for number in range(names)}},)
+    place.number, place.told = 1, {"began": (0, {"deep": {f"k{number}": 1 for number in range(names)}})}
     envs._pool.first = {"obs": np.zeros((2, 4), np.float32)}
     (frames,) = envs._compose([0])
     told = decode(frames).header

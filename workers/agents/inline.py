@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import ConnectorError, EnvContractError
 from headrace.workers.agents.acting_seats import ActingSeats
 from headrace.workers.agents.env import AgentDict, build_multi_agent_env, gym_spaces_of, spaces_by_agent
-from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
+from headrace.workers.agents.episodes import MultiAgentEpisode
 from headrace.workers.agents.lane_report import read_reset
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.vector import AgentSource, Gathered, LaneAnswer
@@ -139,22 +139,12 @@ class InlineAgents(AgentSource):
 
     # -- episodes -----------------------------------------------------------------------------------------------------
 
-    @property
-    def live(self) -> NDArray[np.intp] | None:
-        return self._recovery.live
-
-    @property
-    def repairing(self) -> bool:
-        return not self._recovery.are_all_up
-
     def try_reset(self, lanes: Sequence[int]) -> None:
         """Begin an episode in each of `lanes`, each with its next seed, if any. Failures wait for `try_restart`.
 
         Raises `PolicyMappingError`, and `ConnectorError` for an agent that a connector has no room for.
         """
-        begun: list[tuple[Lane, MultiAgentEpisode]] = []
-        seats: list[Seat] = []
-        observations: list[Any] = []
+        begun: list[tuple[Lane, MultiAgentEpisode, AgentDict]] = []
         for index in lanes:
             lane = self.lanes[index]
             if lane.env is None:
@@ -173,38 +163,24 @@ class InlineAgents(AgentSource):
                 raise_stop(error)
                 self._table.failed.append(Failure(index, error, unbegun=episode))
                 continue
-            begun.append((lane, episode))
-            self._seat_newest(begun, first)
-            seats += episode.acting
-            observations += first.values()
+            begun.append((lane, episode, first))
             self._table.totals.calls.between()
-        bad = self._seating.show(seats, observations)
-        for lane, episode in begun:
+        try:
+            bad = self._seating.seat_first((episode, first) for _, episode, first in begun)
+        except (PolicyMappingError, ConnectorError):
+            for lane, episode, _ in begun:  # to be abandoned
+                lane.episode = episode
+            raise
+        for lane, episode, _ in begun:
             if lane.index in bad:
+                episode.seats = {}
                 self._table.failed.append(Failure(lane.index, bad[lane.index], unbegun=episode))
                 continue
-            episode.seats = {seat.agent: seat for seat in episode.acting}
             lane.episode = episode
             self._table.started.append(lane.index)
         self._recovery.refresh()
 
-    def _seat_newest(self, begun: Sequence[tuple[Lane, MultiAgentEpisode]], agents: Iterable[Any]) -> None:
-        """Seat the agents that the newest reset observed. After an error, keep all begun episodes, to be abandoned."""
-        _, newest = begun[-1]
-        try:
-            newest.let_act([self._seating.seat(newest, agent) for agent in agents])
-        except (PolicyMappingError, ConnectorError):
-            for lane, episode in begun:
-                lane.episode = episode
-            raise
-
-    def end_episodes(self, lanes: Sequence[int]) -> None:
-        self._recovery.end_episodes(lanes)
-
     # -- failures -----------------------------------------------------------------------------------------------------
-
-    def try_restart(self) -> None:
-        self._recovery.try_restart(self.on_failure)
 
     def _take_down(self, lane: Lane) -> None:
         lane.release()
@@ -223,13 +199,6 @@ class InlineAgents(AgentSource):
             self._table.failed.append(Failure(lane.index, error, at="construction"))
             return
         self.try_reset([lane.index])
-
-    @property
-    def _is_up(self) -> bool:
-        return bool(self._recovery.up)
-
-    def _revive(self) -> None:
-        self._recovery.revive(self.on_failure)
 
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
         with self._table.totals.calls.of(UserCall.RENDER, index):

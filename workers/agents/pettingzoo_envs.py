@@ -18,30 +18,7 @@ def adapt(env: Any) -> Any:
     return TakingTurns(env) if isinstance(env, AECEnv) else env
 
 
-class Simultaneous:
-    """A ParallelEnv. The episode is over when no agent is left."""
-
-    def __init__(self, env: Any) -> None:
-        self.env = env
-        self.possible_agents = list(env.possible_agents)
-        self.observation_space, self.action_space = env.observation_space, env.action_space
-        self.unwrapped = env.unwrapped
-        self.render_mode = getattr(env.unwrapped, "render_mode", None)
-        self.reset, self.close, self.render = env.reset, env.close, env.render
-
-    def step(self, actions: AgentDict) -> tuple[AgentDict, ...]:
-        """Step all agents."""
-        observations, rewards, terminateds, truncateds, infos = self.env.step(actions)
-        return observations, rewards, {**terminateds, ALL: not self.env.agents}, {**truncateds, ALL: False}, infos
-
-
-class TakingTurns:
-    """An AECEnv. Only the agent whose turn it is has an observation, with all its rewards since its last turn.
-
-    So a transition runs from one turn of an agent to its next one, and no row is padded. Agents that are done take
-    their last turn inside the adapter, without the policy.
-    """
-
+class _Adapted:
     def __init__(self, env: Any) -> None:
         self.env = env
         self.possible_agents = list(env.possible_agents)
@@ -49,6 +26,27 @@ class TakingTurns:
         self.unwrapped = env.unwrapped
         self.render_mode = getattr(env.unwrapped, "render_mode", None)
         self.close, self.render = env.close, env.render
+
+
+class Simultaneous(_Adapted):
+    """A ParallelEnv. The episode is over when no agent is left."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.reset = env.reset
+
+    def step(self, actions: AgentDict) -> tuple[AgentDict, ...]:
+        """Step all agents."""
+        observations, rewards, terminateds, truncateds, infos = self.env.step(actions)
+        return observations, rewards, {**terminateds, ALL: not self.env.agents}, {**truncateds, ALL: False}, infos
+
+
+class TakingTurns(_Adapted):
+    """An AECEnv. Only the agent whose turn it is has an observation, with all its rewards since its last turn.
+
+    So a transition runs from one turn of an agent to its next one, and no row is padded. Agents that are done take
+    their last turn inside the adapter, without the policy.
+    """
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[AgentDict, AgentDict]:
         """Reset, and return the first agent's observation. The first step has the rewards of turns before it."""

@@ -403,15 +403,12 @@ class SeatSteps(KeptSteps):
         markers, self._markers[module_id] = self._markers[module_id], []
         batch = cut_seats(fragment, chunks, markers, module.policy.spaces, stamp, module_id)
         count_cut(batch, chunks, self._totals, self.envs.lanes)
-        for chunk in chunks:
-            self._count_observations(module_id, cast(AgentEpisode, chunk.episode))
+        for episode in (cast(AgentEpisode, chunk.episode) for chunk in chunks):
+            if episode.observed_more:
+                key = episode.agent, module_id
+                self.observed_more[key] = self.observed_more.get(key, 0) + episode.observed_more
+                episode.observed_more = 0
         return batch
-
-    def _count_observations(self, module_id: str, episode: AgentEpisode) -> None:
-        if episode.observed_more:
-            key = episode.agent, module_id
-            self.observed_more[key] = self.observed_more.get(key, 0) + episode.observed_more
-            episode.observed_more = 0
 
     def _goes_on(self, chunk: OpenChunk) -> bool:
         """Return whether other agents still play in the chunk's episode."""

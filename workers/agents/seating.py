@@ -59,11 +59,7 @@ class Seating:
             agent: {module_id for module_id, module in self.modules.items() if module.env_spaces == own}
             for agent, own in self.agent_spaces.items()
         }
-        if makes_rows:
-            self._make_rows()
-
-    def _make_rows(self) -> None:
-        for agent, index in self.agents.items():
+        for agent, index in self.agents.items() if makes_rows else ():
             with suppress(PolicyMappingError):
                 module_id = self.policies.module_of(agent, NO_EPISODE)
                 if module_id in self._may_play[agent]:
@@ -84,10 +80,10 @@ class Seating:
         episode = AgentEpisode(*ids, {}, start, trains=whole.trains, task=whole.task, agent=str(agent), whole=whole)
         return Seat(agent, module, module.row_of(whole.env_index, self.agents[agent]), episode)
 
-    def seat_first(self, begun: Iterable[tuple[MultiAgentEpisode, AgentDict]]) -> None:
+    def seat_first(self, begun: Iterable[tuple[MultiAgentEpisode, AgentDict]]) -> dict[int, Exception]:
         """Seat the agents that are observed first in each of the new episodes, and write their observations.
 
-        Raises as `seat` does.
+        Return lane -> the error of a bad observation. Raises as `seat` does.
         """
         seats: list[Seat] = []
         seen: list[Any] = []
@@ -96,7 +92,7 @@ class Seating:
             episode.seats = {seat.agent: seat for seat in episode.acting}
             seats += episode.acting
             seen += first.values()
-        self.show(seats, seen)
+        return self.show(seats, seen)
 
     def show(self, seats: Sequence[Seat], observations: Sequence[Any]) -> dict[int, Exception]:
         """Write the observations of the seats. Return lane -> the error of a bad observation."""

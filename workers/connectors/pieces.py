@@ -62,7 +62,7 @@ class FlattenObservations(Connector):
     def torch_process(self, columns: Tensors, actions: Tensors) -> dict[str, torch.Tensor]:
         import torch
 
-        vector = torch.cat([_as_tensor(leaf, columns[name]) for name, leaf in self._leaves], 1)
+        vector = torch.cat([as_tensor(leaf, columns[name]) for name, leaf in self._leaves], 1)
         return {self._name: vector, **{name: columns[given] for name, given in self._masks.items()}}
 
 
@@ -84,7 +84,7 @@ def as_vectors(leaf: Leaf, values: NDArray[np.generic]) -> NDArray[np.float32]:
     return values.reshape(len(values), leaf_size(leaf)).astype(np.float32)
 
 
-def _as_tensor(leaf: Leaf, values: torch.Tensor) -> torch.Tensor:
+def as_tensor(leaf: Leaf, values: torch.Tensor) -> torch.Tensor:
     """Do what `as_vectors` does, by torch operations."""
     import torch
 
@@ -92,7 +92,9 @@ def _as_tensor(leaf: Leaf, values: torch.Tensor) -> torch.Tensor:
     if not isinstance(leaf, Discrete | MultiDiscrete):
         return values.reshape(rows, -1).float()
     sizes, starts = ((leaf.n,), (leaf.start,)) if isinstance(leaf, Discrete) else (leaf.flat_nvec, leaf.flat_start)
-    places = values.reshape(rows, -1).long() - torch.tensor(starts)
+    places = values.reshape(rows, -1).long()
+    if any(starts):
+        places = places - torch.tensor(starts, device=places.device)
     one_hot = [torch.nn.functional.one_hot(places[:, k], size) for k, size in enumerate(sizes)]
     return torch.cat(one_hot, 1).float()
 

@@ -93,7 +93,7 @@ class RandomActions:
         self._leaves = list(leaves(space, "actions"))
         self.noise_size = sum(leaf_size(leaf) for _, leaf in self._leaves)
 
-    def __call__(self, noise: NDArray[np.float32], acting: NDArray[np.intp] | None = None) -> dict[str, NDArray[Any]]:
+    def __call__(self, noise: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
         """Return action columns for noise float32 (envs, noise_size)."""
         columns = {}
         at = 0

@@ -146,6 +146,7 @@ class EnvBackend(Protocol):
 
     def render(self, lane: int) -> None:
         """Render the lane's idle env. The reply is in `pictures`."""
+        return
 
     def close(self) -> None:
         """Close all envs, within one time limit for all of them."""

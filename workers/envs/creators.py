@@ -63,7 +63,9 @@ def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
     module, colon, attribute = env.partition(":")
     if colon and all(part.isidentifier() for part in attribute.split(".")):
         return _of_callable(_import(env, module, attribute))
-    return _of_gym_id(env)
+    spec = gym_spec(env)
+    # Headrace checks all envs of a poll at once, which makes gymnasium's own checker a second cost.
+    return lambda context: gym.make(spec, disable_env_checker=True, **context)
 
 
 @contextmanager
@@ -145,12 +147,6 @@ def _where_to_look(error: Exception, module: str, attribute: str) -> str:
     if module.endswith(".py"):
         return f"; write '{module.removesuffix('.py')}:{attribute}'"
     return "; check PYTHONPATH and the folder you run in"
-
-
-def _of_gym_id(env_id: str) -> EnvCreator:
-    spec = gym_spec(env_id)
-    # Headrace checks all envs of a poll at once, which makes gymnasium's own checker a second cost.
-    return lambda context: gym.make(spec, disable_env_checker=True, **context)
 
 
 def _of_callable(target: Callable[..., Any]) -> EnvCreator:

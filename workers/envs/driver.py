@@ -53,10 +53,14 @@ class LaneDriver(Protocol):
     on_wait: Callable[[], None] | None = None
     """Called now and then while a poll waits for envs that are out of reach."""
     _table: LaneTable
+    _recovery: Any
+    """A `LaneRecovery`; or a `SharedRecovery`, whose driver overrides the methods that call this one."""
 
     @property
     def live(self) -> NDArray[np.intp] | None:
         """Lanes with an episode, None when all have one."""
+        live: NDArray[np.intp] | None = self._recovery.live
+        return live
 
     @property
     def under_way(self) -> set[int]:
@@ -66,6 +70,7 @@ class LaneDriver(Protocol):
     @property
     def repairing(self) -> bool:
         """Return whether `wait_for_one` has work before the next poll."""
+        return not self._recovery.are_all_up
 
     @property
     def has_processes(self) -> bool:
@@ -103,6 +108,7 @@ class LaneDriver(Protocol):
 
     def end_episodes(self, lanes: Sequence[int]) -> None:
         """Forget the episodes of `lanes`: they are over, or abandoned."""
+        self._recovery.end_episodes(lanes)
 
     def fail(self, failure: Failure) -> None:
         """Take the lane out. `try_restart` handles the failure."""
@@ -114,6 +120,7 @@ class LaneDriver(Protocol):
         Raises `EnvRestartBudgetError` when an env has failed too often, and the env's own error when the config says
         that failed envs are not rebuilt.
         """
+        self._recovery.try_restart(self.on_failure)
 
     def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
         """Rebuild the failed envs whose wait is over. While no env is up, sleep until the first is up.
@@ -130,9 +137,11 @@ class LaneDriver(Protocol):
     @property
     def _is_up(self) -> bool:
         """Return whether a lane can be stepped."""
+        return bool(self._recovery.up)
 
     def _revive(self) -> None:
         """Rebuild the failed envs whose wait is over, and begin episodes there."""
+        self._recovery.revive(self.on_failure)
 
     def _pause(self) -> None:
         """Sleep a moment, because no lane is up."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ def _stay(lane: Lane, why: str) -> bool:
     return False  # the env has no host to leave
 
 
+@dataclass(eq=False, repr=False)
 class LaneRecovery:
     """Lanes whose envs fail, wait and restart independently, while other lanes go on.
 
@@ -29,22 +31,17 @@ class LaneRecovery:
     `table.failed`. `take_down` closes a lane's env and clears its observation.
     """
 
-    def __init__(
-        self,
-        table: LaneTable,
-        rebuild: Callable[[Lane], None],
-        take_down: Callable[[Lane], None],
-        leave_host: LeaveHost = _stay,
-    ) -> None:
+    _table: LaneTable
+    _rebuild: Callable[[Lane], None]
+    _take_down: Callable[[Lane], None]
+    _leave_host: LeaveHost = _stay
+
+    def __post_init__(self) -> None:
         self.up: list[Lane] = []
         """Lanes with an episode."""
         self.are_all_up = False
         self._live: NDArray[np.intp] | None = None
         """`live`, once it was asked for since `refresh`."""
-        self._table = table
-        self._rebuild = rebuild
-        self._take_down = take_down
-        self._leave_host = leave_host
 
     def refresh(self) -> None:
         """Update the list of lanes with an episode."""

@@ -20,19 +20,14 @@ _WRAPPERS = {
 """Kind of space that no column can hold -> what to do about it."""
 
 
-def spaces_of(env: gym.Env[Any, Any]) -> Spaces:
-    """Return both spaces of an env. Raises `EnvContractError` for a kind that no column can hold."""
-    return Spaces(
-        observation=convert(getattr(env, "observation_space", None), "observation space"),
-        action=convert(getattr(env, "action_space", None), "action space"),
-    )
+def spaces_of(env: Any, prefix: str = "") -> Spaces:
+    """Return both spaces of an env, or of each env of a native vector, where `prefix` is "single_".
 
-
-def spaces_of_vector(env: Any) -> Spaces:
-    """Return both spaces of each env of a native vector. Raises as `spaces_of` does."""
+    Raises `EnvContractError` for a kind that no column can hold.
+    """
     return Spaces(
-        observation=convert(getattr(env, "single_observation_space", None), "observation space"),
-        action=convert(getattr(env, "single_action_space", None), "action space"),
+        observation=convert(getattr(env, f"{prefix}observation_space", None), "observation space"),
+        action=convert(getattr(env, f"{prefix}action_space", None), "action space"),
     )
 
 

@@ -91,14 +91,6 @@ class EnvVector(EnvDriver):
         return self.pace is Pace.READY
 
     @property
-    def live(self) -> NDArray[np.intp] | None:
-        return None if self._recovery.are_all_up else self._recovery.live
-
-    @property
-    def repairing(self) -> bool:
-        return not self._recovery.are_all_up
-
-    @property
     def has_processes(self) -> bool:
         return not self.replies_at_once
 
@@ -203,12 +195,9 @@ class EnvVector(EnvDriver):
     def end_episodes(self, lanes: Sequence[int]) -> None:
         """Forget the episodes of `lanes`: they are over, or abandoned. A step under way in them does not count."""
         self._steps.abandon(lanes)
-        self._recovery.end_episodes(lanes)
+        super().end_episodes(lanes)
 
     # -- failures -----------------------------------------------------------------------------------------------------
-
-    def try_restart(self) -> None:
-        self._recovery.try_restart(self.on_failure)
 
     def _take_down(self, lane: Lane) -> None:
         """Close the lane's env, and clear the policy's observation of it."""
@@ -229,14 +218,10 @@ class EnvVector(EnvDriver):
         failing = {other.index for other in self.lanes if other.budget.in_a_row}
         return self._running.leave_host(lane.index, failing, why)
 
-    @property
-    def _is_up(self) -> bool:
-        return bool(self._recovery.up)
-
     def _revive(self) -> None:
         if self._aside.coming:
             self._settle(self._running.step_wait(0.0))
-        self._recovery.revive(self.on_failure)
+        super()._revive()
 
     def _pause(self) -> None:
         if self._aside.coming:

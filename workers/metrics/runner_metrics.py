@@ -141,14 +141,12 @@ class RunnerMetrics:
             self._by_name[path] = deque(maxlen=self._window)
         return self._by_name[path]
 
-    def take_finished(self) -> list[tuple[float, int]]:
-        """Return (return, length) of each whole episode delivered since the last call.
+    def take_finished(self, most: int = MOST_FINISHED) -> list[tuple[float, int]]:
+        """Return (return, length) of whole episodes delivered since the last call, up to `most`, the oldest first.
 
         Only the newest `MOST_FINISHED` are kept.
         """
-        finished = list(self._finished)
-        self._finished.clear()
-        return finished
+        return [self._finished.popleft() for _ in range(min(most, len(self._finished)))]
 
     def take_untrained(self, most: int) -> list[tuple[float, int]]:
         """Return (return, length) of up to `most` episodes that are not trained on, the oldest first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +15,7 @@ from headrace.schemas.errors import ModuleError
 from headrace.workers.envs.action_masks import ActionMask
 from headrace.workers.modules.distributions import ActionDistribution, Gaussian
 from headrace.workers.modules.encoders import Encoder, is_plain_vector
-from headrace.workers.modules.layers import KeptLayers, linear
+from headrace.workers.modules.layers import KeptLayers, linear, mlp
 from headrace.workers.modules.split_acts import ChoiceAct, GaussianAct
 from headrace.workers.policy.module_protocol import NumpyAct
 
@@ -70,26 +69,19 @@ class ActorCritic(nn.Module):
         places = self.distribution.log_std_at
         outputs = self.distribution.inputs - len(places)
         self.encoder: Encoder = Encoder(spaces.observation, generator)
-        self.trunk = self._mlp(hidden, generator)
-        width = hidden[-1] if hidden else self.encoder.size
-        self.head = linear(width, outputs + vf_share_layers, 0.01, generator)
+        sizes = (self.encoder.size, *hidden)
+        self.trunk = mlp(sizes, _ACTIVATIONS[activation], generator)
+        self.head = linear(sizes[-1], outputs + vf_share_layers, 0.01, generator)
         if vf_share_layers:
             with torch.no_grad():
                 self.head.weight[-1] *= 100.0  # a value head of gain 1 beside policy outputs of gain 0.01
         else:
-            self.vf_trunk = self._mlp(hidden, generator)
-            self.vf_head = linear(width, 1, 1.0, generator)
+            self.vf_trunk = mlp(sizes, _ACTIVATIONS[activation], generator)
+            self.vf_head = linear(sizes[-1], 1, 1.0, generator)
         self.log_std = nn.Parameter(torch.full((len(places),), float(log_std)))
         order = [i for i in range(self.distribution.inputs) if i not in set(places)] + places
         self._order: torch.Tensor
         self.register_buffer("_order", torch.tensor(np.argsort(order)), persistent=False)
-
-    def _mlp(self, hidden: tuple[int, ...], generator: torch.Generator) -> nn.Sequential:
-        sizes = (self.encoder.size, *hidden)
-        layers: list[nn.Module] = []
-        for inputs, outputs in pairwise(sizes):
-            layers += [linear(inputs, outputs, 2**0.5, generator), _ACTIVATIONS[self._activation]()]
-        return nn.Sequential(*layers)
 
     def forward_train(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return {"action_dist_inputs": (rows, inputs), "values": (rows,)}, both with gradients.
@@ -169,7 +161,7 @@ class ActorCritic(nn.Module):
         linears = self._plain_layers() if self._plain and self._shared else []
         if not linears:
             return self._act_through_torch
-        *layers, last = (_arrays_of(linear) for linear in linears)
+        *layers, last = ((linear.weight.detach().numpy().T, linear.bias.detach().numpy()) for linear in linears)
         head, head_bias = last
         log_std, order = self.log_std.detach().numpy(), self._order.numpy()
         moves = bool((order != np.arange(len(order))).any())
@@ -208,8 +200,3 @@ class ActorCritic(nn.Module):
             answer = self.forward_train({"obs": self.encoder.nest(tensors)})
         acted = self.distribution.act(answer["action_dist_inputs"].numpy(), noise)
         return {**acted, "values": answer["values"].numpy()}
-
-
-def _arrays_of(layer: nn.Linear) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return weights (inputs, outputs) and bias of `layer` as arrays that share its memory."""
-    return layer.weight.detach().numpy().T, layer.bias.detach().numpy()

@@ -8,17 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.schemas.chunks.spaces import (
-    Box,
-    Discrete,
-    Leaf,
-    MultiDiscrete,
-    Space,
-    leaf_size,
-    leaf_values,
-    leaves,
-    nest,
-)
+from headrace.schemas.chunks.spaces import Box, Leaf, Space, leaf_values, leaves, nest
+from headrace.workers.connectors.pieces import as_tensor, one_hot_size
 from headrace.workers.modules.layers import conv, linear
 
 _CHANNELS = (16, 32, 32)
@@ -50,28 +41,15 @@ def is_plain_vector(space: Space) -> bool:
     return isinstance(space, Box) and len(space.shape) == 1 and space.dtype in ("<f4", "<f8")
 
 
-class _Flat(nn.Module):
+class _Vector(nn.Module):
+    """Integers of Discrete kinds one-hot, all else flat."""
+
     def __init__(self, leaf: Leaf) -> None:
         super().__init__()
-        self.size = leaf_size(leaf)
+        self._leaf, self.size = leaf, one_hot_size(leaf)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value.reshape(value.shape[0], -1).float()
-
-
-class _OneHot(nn.Module):
-    def __init__(self, leaf: Discrete | MultiDiscrete) -> None:
-        super().__init__()
-        sizes, starts = ((leaf.n,), (leaf.start,)) if isinstance(leaf, Discrete) else (leaf.flat_nvec, leaf.flat_start)
-        self._sizes = sizes
-        self._starts: torch.Tensor
-        self.register_buffer("_starts", torch.tensor(starts), persistent=False)
-        self.size = sum(self._sizes)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        index = value.reshape(value.shape[0], -1).long() - self._starts
-        parts = [nn.functional.one_hot(index[:, k], n) for k, n in enumerate(self._sizes)]
-        return torch.cat(parts, -1).float()
+        return as_tensor(self._leaf, value)
 
 
 class _Image(nn.Module):
@@ -97,8 +75,6 @@ class _Image(nn.Module):
 
 
 def _part(leaf: Leaf, generator: torch.Generator) -> nn.Module:
-    if isinstance(leaf, Discrete | MultiDiscrete):
-        return _OneHot(leaf)
     if isinstance(leaf, Box) and len(leaf.shape) == _IMAGE_RANK:
         return _Image(leaf, generator)
-    return _Flat(leaf)
+    return _Vector(leaf)

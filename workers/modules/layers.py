@@ -10,6 +10,7 @@ start.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,14 @@ def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -
         layer = nn.Linear(inputs, outputs)
     _initialise(layer, gain, generator)
     return layer
+
+
+def mlp(sizes: Sequence[int], activation: type[nn.Module], generator: torch.Generator) -> nn.Sequential:
+    """Return linear layers from each of `sizes` to the next, each with an activation behind it."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [linear(inputs, outputs, 2**0.5, generator), activation()]
+    return nn.Sequential(*layers)
 
 
 def conv(inputs: int, outputs: int, generator: torch.Generator) -> nn.Conv2d:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,7 @@ from headrace.schemas.errors import ModuleError
 from headrace.workers.envs.action_masks import ActionMask
 from headrace.workers.modules.actor_critic import ActorCritic
 from headrace.workers.modules.encoders import Encoder
-from headrace.workers.modules.layers import linear, orthogonal
+from headrace.workers.modules.layers import mlp, orthogonal
 
 
 def lstm_actor_critic(
@@ -41,11 +40,9 @@ class LstmActorCritic(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self._mask = ActionMask.of(spaces)
         self.encoder = Encoder(spaces.observation, generator)
-        layers: list[nn.Module] = []
-        for inputs, outputs in pairwise((self.encoder.size, *hidden)):
-            layers += [linear(inputs, outputs, 2**0.5, generator), nn.Tanh()]
-        self.trunk = nn.Sequential(*layers)
-        self.lstm = _lstm(hidden[-1] if hidden else self.encoder.size, cell_size, generator)
+        sizes = (self.encoder.size, *hidden)
+        self.trunk = mlp(sizes, nn.Tanh, generator)
+        self.lstm = _lstm(sizes[-1], cell_size, generator)
         remembered = Spaces(observation=Box(shape=(cell_size,), dtype="<f4"), action=spaces.action)
         self.heads = ActorCritic(remembered, (), "tanh", True, log_std, seed)
         self.noise_size: int = self.heads.noise_size

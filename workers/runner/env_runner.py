@@ -27,7 +27,7 @@ from headrace.workers.envs.backend import EnvHostsHere
 from headrace.workers.envs.driver import external
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.metrics.call_mark import CallMark
-from headrace.workers.metrics.runner_metrics import RunnerMetrics
+from headrace.workers.metrics.runner_metrics import MOST_FINISHED, RunnerMetrics
 from headrace.workers.metrics.timers import ENV, SAMPLING, SERIALISE, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting_module import ActingModule
@@ -601,9 +601,9 @@ class EnvRunner(ABC, Generic[Batch]):
             return self.steps_elsewhere + self.totals.env_steps
         return (self._metrics.steps_before + self.totals.env_steps) * max(self.config.num_workers, 1)
 
-    def take_finished_episodes(self) -> list[tuple[float, int]]:
-        """Return (return, length) of each episode delivered to its end since the last call."""
-        return self._metrics.take_finished()
+    def take_finished_episodes(self, most: int = MOST_FINISHED) -> list[tuple[float, int]]:
+        """Return (return, length) of each episode delivered to its end since the last call, of `most` at the most."""
+        return self._metrics.take_finished(most)
 
     def take_untrained_episodes(self, most: int) -> list[tuple[float, int]]:
         """Return (return, length) of ended external episodes that are excluded from training, the oldest first."""

@@ -84,6 +84,14 @@ class ModuleIdNames:
     All are by module id, pipelines as {"p0/0.MeanStd/obs/count": array}.
     """
 
+    def given(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the argument of a method by module id."""
+        return state
+
+    def shown(self, by_module: dict[str, Any]) -> dict[str, Any]:
+        """Return what is by module id as the result of a method."""
+        return by_module
+
     def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:
         """Return the parts of the argument of `set_weights`. Raises `ModuleError` for an unknown module."""
         parts: Parts = {}
@@ -92,24 +100,10 @@ class ModuleIdNames:
             parts[module_id] = (weights if weights or not connectors else None), connectors
         return parts
 
-    def join(self, policies: Policies, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
-        """Return both parts of a state as `set_weights` takes them. Raises `StateError`."""
+    def check(self, policies: Policies, weights: Mapping[str, Any]) -> None:
+        """Raise `StateError` for weights in a state that are not by module id."""
         if flat := [name for name, own in weights.items() if not isinstance(own, Mapping)]:
             raise StateError(f"rl_module should have weights by module id, {sorted(policies)}, got {flat[0]!r:.80}")
-        states = _by_module(connectors)
-        return {
-            module_id: {**weights.get(module_id, {}), **join_states(states.get(module_id, {}))}
-            for module_id in {**weights, **states}
-        }
-
-    def read_weights(self, policies: Policies) -> dict[str, Any] | None:
-        """Return copies of all weights; None if there is no module."""
-        weights = {module_id: policy.read_weights() for module_id, policy in policies.items()}
-        return {module_id: own for module_id, own in weights.items() if own is not None} or None
-
-    def select(self, selection: Selection, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the wanted parts of the result of `read_weights`."""
-        return selection.part(RL_MODULE, weights)
 
     def read_connectors(self, policies: Policies) -> dict[str, State]:
         """Return the connectors' state by pipeline."""
@@ -133,18 +127,19 @@ class ModuleIdNames:
 
     def take_update(self, policies: Policies) -> dict[str, Any]:
         """Return what connectors have learnt since the last call."""
-        return {module_id: policy.connectors.take_update() for module_id, policy in policies.items()}
+        return self.shown({module_id: policy.connectors.take_update() for module_id, policy in policies.items()})
 
     def merge(
         self, policies: Policies, state: Mapping[str, Any], updates: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
         """Return `state`, the previous result or {}, merged with the `updates` of all runners."""
-        merged = {}
+        known, learnt, merged = self.given(state), [self.given(update) for update in updates], {}
         for module_id, policy in policies.items():
-            _, before = split_states(state.get(module_id, {}))
-            own = [update.get(module_id, {}) for update in updates]
-            merged[module_id] = join_states(policy.connectors.merge(before, own))
-        return merged
+            _, before = split_states(known.get(module_id, {}))
+            merged[module_id] = join_states(
+                policy.connectors.merge(before, [update.get(module_id, {}) for update in learnt])
+            )
+        return self.shown(merged)
 
     def attach_update(self, policies: Policies, batch: Any) -> Any:
         """Return `batch` with the connectors' updates. The connectors keep their updates if the batch has no chunks."""
@@ -156,6 +151,12 @@ class ModuleIdNames:
 class OneModuleNames(ModuleIdNames):
     """Names of a runner with one module: weights by parameter, connector state by pipeline."""
 
+    def given(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {DEFAULT_MODULE_ID: state}
+
+    def shown(self, by_module: dict[str, Any]) -> dict[str, Any]:
+        return dict(by_module.get(DEFAULT_MODULE_ID, {}))
+
     def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:
         if not policies or policies[DEFAULT_MODULE_ID].module is None:
             raise ModuleError("this runner has no module to take weights")
@@ -164,31 +165,14 @@ class OneModuleNames(ModuleIdNames):
             state = weights_by_module(by_module, [DEFAULT_MODULE_ID])[DEFAULT_MODULE_ID]
         return {DEFAULT_MODULE_ID: split_states(state)}
 
-    def join(self, policies: Policies, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
-        return {**weights, **join_states(connectors)}
-
-    def read_weights(self, policies: Policies) -> dict[str, Any] | None:
-        return (super().read_weights(policies) or {}).get(DEFAULT_MODULE_ID)
-
-    def select(self, selection: Selection, weights: Mapping[str, Any]) -> dict[str, Any]:
-        named: dict[str, Any] = selection.part(RL_MODULE, {DEFAULT_MODULE_ID: weights})
-        return dict(named.get(DEFAULT_MODULE_ID, {}))
+    def check(self, policies: Policies, weights: Mapping[str, Any]) -> None:
+        """Do nothing: weights are by parameter."""
 
     def read_connectors(self, policies: Policies) -> dict[str, State]:
         return policies[DEFAULT_MODULE_ID].connectors.get_state() if policies else {}
 
     def connectors_by_module(self, policies: Policies, states: Mapping[str, State]) -> ByModule:
         return {DEFAULT_MODULE_ID: dict(states)}
-
-    def take_update(self, policies: Policies) -> dict[str, Any]:
-        own: dict[str, Any] = super().take_update(policies)[DEFAULT_MODULE_ID]
-        return own
-
-    def merge(
-        self, policies: Policies, state: Mapping[str, Any], updates: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        _, before = split_states(state)
-        return join_states(policies[DEFAULT_MODULE_ID].connectors.merge(before, updates))
 
     def attach_update(self, policies: Policies, batch: Any) -> ChunkBatch:
         return policies[DEFAULT_MODULE_ID].connectors.attach_update(batch)

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.errors import ModuleError, StateError, missing_env_error
 from headrace.workers.callbacks import CallbackList
-from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import PIPELINES
 from headrace.workers.metrics.runner_metrics import RunnerMetrics
 from headrace.workers.metrics.totals import RunnerTotals
@@ -60,30 +59,24 @@ def _check_kinds(state: Any) -> None:
 _MOST_DIGESTS = 64
 
 
+@dataclass(eq=False, repr=False)
 class RunnerState:
     """The weights that a runner acts with, and the state that it saves and restores."""
 
-    def __init__(
-        self,
-        names: ModuleIdNames,
-        read_sampler: Callable[[], Sampler[Any, Any] | None],
-        worker_index: int,
-        metrics: RunnerMetrics,
-        totals: RunnerTotals,
-        callbacks: CallbackList,
-    ) -> None:
+    _names: ModuleIdNames
+    _read_sampler: Callable[[], Sampler[Any, Any] | None]
+    _worker_index: int
+    _metrics: RunnerMetrics
+    _totals: RunnerTotals
+    _callbacks: CallbackList
+
+    def __post_init__(self) -> None:
         self.version = Version()
         """The version of the weights that act."""
         self._digests: dict[int, str] = {}
         """Digests of the newest versions of this epoch, by seq: steps that are not cut yet were chosen under them."""
-        self.waiting: tuple[Mapping[str, Any], Version] | None = None
+        self.waiting: tuple[Parts, Version] | None = None
         """Weights of another learner's epoch, until the open fragment is cut."""
-        self._names = names
-        self._read_sampler = read_sampler
-        self._worker_index = worker_index
-        self._metrics = metrics
-        self._totals = totals
-        self._callbacks = callbacks
 
     @property
     def _policies(self) -> Mapping[str, ActingModule]:
@@ -107,11 +100,14 @@ class RunnerState:
         """Act with `state` from the next poll on, or after the next cut; see `EnvRunner.set_weights`."""
         if problem := _problem("weights", state):
             raise ModuleError(problem)
+        self._take(self._names.split(self._policies, state), version)
+
+    def _take(self, parts: Parts, version: Version) -> None:
         if version.learner_epoch != self.version.learner_epoch and self._has_open_steps:
-            self._check(state)
-            self.waiting = (state, version)
+            self._check(parts)
+            self.waiting = (parts, version)
         else:
-            self._apply(state, version)
+            self._apply(parts, version)
 
     def apply_waiting(self) -> None:
         """Act with the weights that waited for a cut, if there are any.
@@ -121,18 +117,19 @@ class RunnerState:
         if self.waiting is not None:
             self._apply(*self.waiting)
 
-    def _check(self, state: Mapping[str, Any]) -> Parts:
-        policies = self._policies
-        parts = self._names.split(policies, state)
+    def _check(self, parts: Parts) -> None:
         for module_id, (weights, connectors) in parts.items():
-            policies[module_id].check(weights, connectors)
-        return parts
+            self._policies[module_id].check(weights, connectors)
 
-    def _apply(self, state: Mapping[str, Any], version: Version) -> None:
-        self.waiting = None
-        policies, parts = self._policies, self._check(state)
+    def _write(self, parts: Parts) -> None:
+        """Write all of `parts`, or raise `ModuleError` or `ConnectorError` and write none."""
+        self._check(parts)
         for module_id, (weights, connectors) in parts.items():
-            policies[module_id].write(weights, connectors)
+            self._policies[module_id].write(weights, connectors)
+
+    def _apply(self, parts: Parts, version: Version) -> None:
+        self.waiting = None
+        self._write(parts)
         self.note_version(version)
         self._callbacks.call("on_weights_applied", version=self.weights_version)
 
@@ -148,16 +145,6 @@ class RunnerState:
         """Return the digest of the newest of these versions, or of the one in use without any; "" if unknown."""
         return self._digests.get(int(seqs.max()), "") if len(seqs) else self.version.digest
 
-    def _set_connectors(self, states: Mapping[str, State]) -> None:
-        """Set all of `states`, or raise `ConnectorError` and set none."""
-        if not (policies := self._policies):
-            raise missing_env_error()
-        by_module = self._names.connectors_by_module(policies, states)
-        for module_id, own in by_module.items():
-            policies[module_id].check(None, own)
-        for module_id, own in by_module.items():
-            policies[module_id].write(None, own)
-
     # -- states -------------------------------------------------------------------------------------------------------
 
     def get(self, selection: Selection) -> dict[str, Any]:
@@ -167,9 +154,11 @@ class RunnerState:
         for name, value in self._names.read_connectors(policies).items():
             if selection.wants(name):
                 state[name] = selection.part(name, value)
-        weights = self._names.read_weights(policies) if selection.wants(RL_MODULE) else None
-        wanted = self._names.select(selection, weights) if weights is not None else {}
-        if wanted:
+        weights = {}
+        if selection.wants(RL_MODULE):
+            own = {module_id: policy.read_weights() for module_id, policy in policies.items()}
+            weights = {module_id: arrays for module_id, arrays in own.items() if arrays is not None}
+        if weights and (wanted := self._names.shown(selection.part(RL_MODULE, weights))):
             version = self.version
             state[RL_MODULE] = wanted
             state["weights_seq_no"], state["learner_epoch"] = version.seq, version.learner_epoch
@@ -189,14 +178,20 @@ class RunnerState:
                 raise missing_env_error()
             place_streams = sampler.steps.accept_streams(streams)
             sampler.abandon(Discard.RESET)
-        connectors = {key: state[key] for key in PIPELINES if key in state}
+        policies, connectors = self._policies, {key: state[key] for key in PIPELINES if key in state}
         if RL_MODULE in state:
             epoch, seq = int(state.get("learner_epoch", 0)), int(state.get("weights_seq_no", 0))
             if force or (epoch, seq) > self.weights_version:
-                weights = self._names.join(self._policies, state[RL_MODULE], connectors)
-                self.set_weights(weights, Version(epoch, seq, str(state.get("weights_digest", ""))))
+                self._names.check(policies, state[RL_MODULE])
+                parts = self._names.split(policies, state[RL_MODULE])
+                for module_id, own in self._names.connectors_by_module(policies, connectors).items():
+                    parts[module_id] = parts.get(module_id, (None, {}))[0], own
+                self._take(parts, Version(epoch, seq, str(state.get("weights_digest", ""))))
         elif connectors:
-            self._set_connectors(connectors)
+            if not policies:
+                raise missing_env_error()
+            by_module = self._names.connectors_by_module(policies, connectors)
+            self._write({module_id: (None, own) for module_id, own in by_module.items()})
         self._metrics.write_counters(state)
         if place_streams is not None:
             place_streams()

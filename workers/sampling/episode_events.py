@@ -1,15 +1,14 @@
-"""Begins the episodes of a vector, and calls the runner's callbacks for them."""
+"""Calls the runner's callbacks for the episodes of a vector."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import CallbackError
 from headrace.workers.callbacks import CallbackList
-from headrace.workers.envs.driver import LaneDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.sampling.episode_view import AnyEpisodeView
@@ -76,48 +75,3 @@ class EpisodeEvents:
     def _call(self, event: str, lane: Lane, view: AnyEpisodeView) -> None:
         env = getattr(lane.env, "unwrapped", lane.env)
         self._callbacks.call(event, episode=view, env=env, env_index=lane.index)
-
-
-class EpisodeStarts:
-    """Starts episodes: called with the function that restarts failed envs and may begin episodes.
-
-    It calls `open_chunks` with the lanes that have begun an episode, even when the restart raises. If a callback fails
-    a new episode, it calls `abort` with that failure, and the lane restarts.
-    """
-
-    def __init__(
-        self,
-        envs: LaneDriver,
-        events: EpisodeEvents,
-        open_chunks: Callable[[Sequence[Lane]], None],
-        abort: Callable[[Failure], Any],
-    ) -> None:
-        self._envs = envs
-        self._events = events
-        self._open_chunks = open_chunks
-        self._abort = abort
-
-    def __call__(self, bring_back: Callable[[], None]) -> None:
-        """Repeat until no lane is left to restart now. Raises what `bring_back` raises."""
-        refused = True
-        while refused:
-            try:
-                bring_back()
-            finally:
-                # A lane that failed in between may have begun twice; its observation is from the second reset.
-                begun = [self._envs.lanes[index] for index in dict.fromkeys(self._envs.take_started())]
-                started = [lane for lane in begun if lane.episode is not None]
-                if started:
-                    self._open_chunks(started)
-                refused = self._events.watches_starts and self._tell(started)
-            bring_back = self._envs.try_restart
-
-    def _tell(self, started: Sequence[Lane]) -> bool:
-        """Return whether a callback's error has ended an episode at its start."""
-        refused = False
-        for lane in started:
-            error = self._events.started(lane, lane.episode) if lane.episode is not None else None
-            if error is not None:
-                self._abort(Failure(lane.index, error, stepped=True))
-                refused = True
-        return refused

@@ -246,7 +246,7 @@ class Fragment:
             chunks = [chunk for chunk in self.ended if id(chunk) not in left]
         else:
             chunks = self.ended + self._cut_open()
-        chunks.sort(key=_lane_and_start)
+        chunks.sort(key=lambda chunk: (chunk.lane, chunk.start))
         return chunks, moved
 
     def _cut_open(self) -> list[OpenChunk]:
@@ -322,7 +322,3 @@ class Fragment:
             larger[:, :used] = column[:, :used]
             self.columns[name] = larger
         self._seq = None
-
-
-def _lane_and_start(chunk: OpenChunk) -> tuple[int, int]:
-    return chunk.lane, chunk.start

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic
 
 from headrace.schemas.accounts.ledger import Discard
@@ -14,12 +13,12 @@ from headrace.schemas.errors import HeadraceError
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.lane import Episode
+from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.metrics.timers import OTHER, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.sampling.cutting import Stamp
-from headrace.workers.sampling.episode_events import EpisodeEvents, EpisodeStarts
+from headrace.workers.sampling.episode_events import EpisodeEvents
 from headrace.workers.sampling.episode_view import AnyEpisodeView
 from headrace.workers.sampling.external_wait import ExternalWait
 from headrace.workers.sampling.sampled_steps import ActionMode, AnyOutcome, Cut_co, SampledSteps
@@ -55,7 +54,6 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         self._external_wait = external_wait
         self._totals = totals
         self._events = EpisodeEvents(callbacks, steps.look)
-        self._start_episodes = EpisodeStarts(envs, self._events, steps.begin, partial(self._abort, recorded=True))
         envs.on_episode_created = self._events.created if self._events.watches_created else None
         envs.on_failure = self._events.failed if self._events.watches_failures else None
 
@@ -151,10 +149,6 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         connectors = [policy.connectors for policy in self.steps.policies.values()]
         return sum(own.inward_s for own in connectors), sum(own.outward_s for own in connectors)
 
-    @property
-    def _has_no_host(self) -> bool:
-        return self.envs.env_hosts is not None and not self.envs.env_hosts.connected
-
     def _clear_up(self, error: BaseException) -> None:
         """Discard the open steps that `error` spoilt, because only some lanes were stepped before it.
 
@@ -181,8 +175,8 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
 
     def _repair(self, on_wait: Callable[[], None] | None) -> None:
         """Rebuild the failed envs that are due. Waits while no env is up."""
-        budget = self._totals.timers.budget
-        with budget.spent_on(WAIT if self._has_no_host else budget.env_part):
+        budget, hosts = self._totals.timers.budget, self.envs.env_hosts
+        with budget.spent_on(WAIT if hosts is not None and not hosts.connected else budget.env_part):
             self.envs.wait_for_one(self._start_episodes, on_wait)
 
     def _take(self, stop_at_episodes: int | None) -> None:
@@ -229,6 +223,37 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
                 self.steps.withdraw(outcome, lane)
                 outcome.failures.append(Failure(lane.index, error, stepped=True))
                 self._abort(outcome.failures[-1], recorded=True)
+
+    # -- episodes that begin ------------------------------------------------------------------------------------------
+
+    def _start_episodes(self, bring_back: Callable[[], None]) -> None:
+        """Call `bring_back`, which restarts failed envs and may begin episodes, and begin the chunks of these.
+
+        If a callback fails a new episode, its lane restarts. Repeats until no lane is left to restart now. Raises what
+        `bring_back` raises, after the chunks have begun.
+        """
+        refused = True
+        while refused:
+            try:
+                bring_back()
+            finally:
+                # A lane that failed in between may have begun twice; its observation is from the second reset.
+                begun = [self.envs.lanes[index] for index in dict.fromkeys(self.envs.take_started())]
+                started = [lane for lane in begun if lane.episode is not None]
+                if started:
+                    self.steps.begin(started)
+                refused = self._events.watches_starts and self._tell_starts(started)
+            bring_back = self.envs.try_restart
+
+    def _tell_starts(self, started: Sequence[Lane]) -> bool:
+        """Return whether a callback's error has ended an episode at its start."""
+        refused = False
+        for lane in started:
+            error = self._events.started(lane, lane.episode) if lane.episode is not None else None
+            if error is not None:
+                self._abort(Failure(lane.index, error, stepped=True), recorded=True)
+                refused = True
+        return refused
 
     # -- episodes that end, fail and are abandoned --------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from headrace.schemas.accounts.worker_figures import ServingFigures
@@ -50,6 +51,7 @@ def served_config(config: FleetConfig) -> EnvRunnerConfig:
     return runner_config(config).model_copy(update={"env": served})
 
 
+@dataclass(eq=False, repr=False)
 class ServedEnvs:
     """Creates the env of one worker, as often as needed. Each env gets the ports of the previous one.
 
@@ -57,28 +59,21 @@ class ServedEnvs:
     spaces. With `several_agents`, it is a multi-agent env, and the clients' episodes have several agents.
     """
 
-    def __init__(
-        self,
-        settings: ServingSection,
-        like: str | Callable[..., Any],
-        keys_dir: str | None,
-        *,
-        socket_dir: str = "",
-        keys_group: str | None = None,
-        allow_insecure: bool = False,
-        check_bounds: bool = True,
-        several_agents: bool = False,
-    ) -> None:
-        self.settings = settings
-        self._like = like
-        self._several_agents = several_agents
-        self._keys_dir, self._keys_group = keys_dir, keys_group
-        self._allow_insecure = allow_insecure
-        self.check_bounds = check_bounds
-        self._socket_dir = socket_dir
+    settings: ServingSection
+    like: str | Callable[..., Any]
+    keys_dir: str | None
+    _: KW_ONLY
+    socket_dir: str = ""
+    keys_group: str | None = None
+    allow_insecure: bool = False
+    check_bounds: bool = True
+    several_agents: bool = False
+
+    def __post_init__(self) -> None:
         self._at: tuple[str, int] | SocketPlace | None = None
         self._http_port: int | None = None
-        self.acting_channel = ActingChannel(settings.max_message_bytes) if settings.client_inference else None
+        most = self.settings.max_message_bytes
+        self.acting_channel = ActingChannel(most) if self.settings.client_inference else None
         """The channel to clients that act by themselves, if the config allows them. It outlives each env."""
         self._env: ServedEnv | ServedMultiAgentEnv | None = None
         self.waiting_for = ""
@@ -89,7 +84,7 @@ class ServedEnvs:
 
         Raises `ConfigError`, `KeysError`, `PortInUseError`, and what the env's creator raises.
         """
-        spaces = self._multi_agent_spaces(context) if self._several_agents else self._spaces(context)
+        spaces = self._multi_agent_spaces(context) if self.several_agents else self._spaces(context)
         token = self._token()
         if self.settings.http_port is not None:
             _check_http_installed()
@@ -97,8 +92,8 @@ class ServedEnvs:
             self._at, self._http_port = self._places_of(context.worker_index)
         router_port = RouterPort(
             self._at,
-            port_keys(self._keys_dir, CLIENT, self._keys_group),
-            allow_insecure=self._allow_insecure,
+            port_keys(self.keys_dir, CLIENT, self.keys_group),
+            allow_insecure=self.allow_insecure,
             domain=CLIENT_PORT,
             largest_message=self.settings.max_message_bytes,
         )
@@ -107,7 +102,7 @@ class ServedEnvs:
         except BaseException:
             router_port.close()
             raise
-        self._env = ServedMultiAgentEnv(*spaces) if self._several_agents else ServedEnv(*spaces)
+        self._env = ServedMultiAgentEnv(*spaces) if self.several_agents else ServedEnv(*spaces)
         self._env.serve_at(router_port, http_socket, token, self)
         self._at = router_port.at
         if http_socket is not None:
@@ -126,7 +121,7 @@ class ServedEnvs:
         return ServingFigures() if dispatcher is None else dispatcher.figures()
 
     def _spaces(self, context: EnvContext) -> tuple[Any, Any]:
-        env = find_creator(self._like)(context)
+        env = find_creator(self.like)(context)
         if hasattr(getattr(env, "unwrapped", env), "possible_agents"):  # gymnasium's wrappers hide it
             seen = f"{type(env).__module__}.{type(env).__qualname__}"
             raise EnvContractError("environment", seen, "one of one agent; for several give sampling.policies")
@@ -136,7 +131,7 @@ class ServedEnvs:
         return spaces
 
     def _multi_agent_spaces(self, context: EnvContext) -> tuple[Any, Any]:
-        found = find_creator(self._like)(context)
+        found = find_creator(self.like)(context)
         env = found if isinstance(found, ExternalMultiAgentEnv) else build_multi_agent_env(lambda _: found, context)
         by_agent = gym_spaces_of(env)
         EpisodeCodec.of(spaces_by_agent(by_agent))  # raises for agents whose arrays have the same name
@@ -151,16 +146,16 @@ class ServedEnvs:
         port, http_port = s.port and s.port + slot, s.http_port and s.http_port + slot
         if (highest := max(port, http_port or 0)) > HIGHEST_PORT:
             raise ConfigError(f"port {highest} of slot {slot} is above {HIGHEST_PORT}", key="serving.port")
-        return (s.host, port) if s.host else SocketPlace(self._socket_dir, f"clients-{slot}"), http_port
+        return (s.host, port) if s.host else SocketPlace(self.socket_dir, f"clients-{slot}"), http_port
 
     def _token(self) -> str | None:
-        folder = keys_folder(self._keys_dir) if self.settings.http_port is not None else None
+        folder = keys_folder(self.keys_dir) if self.settings.http_port is not None else None
         return read_token(folder / TOKEN_FILE) if folder is not None else None
 
     def _listen(self, port: int, token: str | None) -> socket.socket:
         host = self.settings.http_host
         if token is None and not is_loopback(host):
-            if not self._allow_insecure:
+            if not self.allow_insecure:
                 message = (
                     f"{host} is reachable from other machines, and there is no token; name a folder with "
                     "http.token in keys.dir (`headrace keys init` makes one), or listen on loopback"

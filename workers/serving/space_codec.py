@@ -6,7 +6,7 @@ and server both use it. It needs no gymnasium.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves, nest
+from headrace.schemas.chunks.spaces import Dict, Space, Tuple, column_dtype, leaf_shape, leaf_values, leaves, nest
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.wire import Buffer
 from headrace.workers.envs.bounds import holds, leaf_bounds, whole_array
@@ -77,7 +77,10 @@ class SpaceCodec:
     def __init__(self, space: Space, root: str, *, check_bounds: bool = True) -> None:
         self.space = space
         self.root = root
-        self._leaves = {name: _leaf_codec(name, leaf, check_bounds) for name, leaf in leaves(space, root)}
+        self._leaves: dict[str, _LeafCodec] = {}
+        for name, leaf in leaves(space, root):
+            low, high = leaf_bounds(leaf) if check_bounds else (None, None)
+            self._leaves[name] = _LeafCodec(name, leaf_shape(leaf), column_dtype(leaf), low, high)
         self.layout = row_layout_of({name: (leaf.dtype, leaf.shape) for name, leaf in self._leaves.items()})
         """The usual layout of the arrays in a message, if they are small. Clients may send other layouts."""
 
@@ -128,7 +131,8 @@ class SpaceCodec:
         """Convert a value in the nesting of the space to the arrays of a message."""
         if self.root in self._leaves:  # a space of one array, the usual case
             return {self.root: np.asarray(value, self._leaves[self.root].dtype)}
-        return {name: np.asarray(part, self._leaves[name].dtype) for name, part in _parts(self.space, value, self.root)}
+        parts = zip(self._leaves.items(), leaf_values(self.space, value), strict=True)
+        return {name: np.asarray(part, leaf.dtype) for (name, leaf), part in parts}
 
     def to_json(self, value: Any) -> Any:
         """Convert a value in the nesting of the space to lists and numbers."""
@@ -177,22 +181,6 @@ def _array(leaf: _LeafCodec, value: Any) -> NDArray[Any]:
     if not holds(leaf.dtype, array):
         raise leaf.refused(f"values from {array.min()} to {array.max()}", f"{leaf.dtype} {leaf.shape}")
     return leaf.check(array.astype(leaf.dtype))
-
-
-def _leaf_codec(name: str, leaf: Leaf, check_bounds: bool) -> _LeafCodec:
-    low, high = leaf_bounds(leaf) if check_bounds else (None, None)
-    return _LeafCodec(name, leaf_shape(leaf), column_dtype(leaf), low, high)
-
-
-def _parts(space: Space, value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(space, Dict):
-        for key, sub in space.spaces.items():
-            yield from _parts(sub, value[key], f"{name}/{key}")
-    elif isinstance(space, Tuple):
-        for index, sub in enumerate(space.spaces):
-            yield from _parts(sub, value[index], f"{name}/{index}")
-    else:
-        yield name, value
 
 
 def read_each(read_all: Callable[[Sequence[Any]], Sequence[Any]], values: Sequence[Any]) -> Sequence[Any]:

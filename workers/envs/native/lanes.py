@@ -25,7 +25,7 @@ from headrace.workers.envs.native.infos import infos_by_lane, without_rows
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.ownership import free
 from headrace.workers.envs.recovery import SharedRecovery
-from headrace.workers.envs.spaces import spaces_of_vector
+from headrace.workers.envs.spaces import spaces_of
 from headrace.workers.envs.vector_processes import (
     Watchdog,
     close_vector,
@@ -70,7 +70,7 @@ class NativeLanes(EnvDriver):
                     table.new_context(0)
                     first = self._create()
                 self._adopt(first)
-            self.spaces = spaces_of_vector(self._env)
+            self.spaces = spaces_of(self._env, "single_")
             self.gym_spaces = self._env.single_observation_space, self._env.single_action_space
             check_bounds = not config.disable_env_checking
             self.observations = Observations(self.spaces.observation, len(self.lanes), check_bounds=check_bounds)
@@ -215,7 +215,7 @@ class NativeLanes(EnvDriver):
         self._table.new_context(0, recreated=True)
         try:
             self._adopt(self._create())
-            spaces = spaces_of_vector(self._env)
+            spaces = spaces_of(self._env, "single_")
             if spaces != self.spaces:
                 raise EnvContractError("spaces of the vector", repr(spaces), f"those it had before, {self.spaces!r}")
             self._table.tell_created(0)

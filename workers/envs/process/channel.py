@@ -1,9 +1,9 @@
-"""Bells and a socket between a driver and one process of envs, and the tie by which the process dies with its driver.
+"""Bells and a file between a driver and one process of envs, and the tie by which the process dies with its driver.
 
     to the process     `bell`, an eventfd: each order that was written adds RING; STOP means that the process must end
     from the process   `told`, an eventfd: each order that was obeyed adds one, in order; then the latch counts down
-                       a socket, for replies in JSON that do not fit their place in shared memory:
-                       their length, uint32, little-endian; then the JSON, all of it before `told` is rung
+                       a file in memory, for replies in JSON that do not fit their place in shared memory: the reply in
+                       slot n begins at byte n * 2**40, and is all there before `told` is rung
 
 Everything large is in shared memory. A process that hears a bell sees everything that was written there before.
 
@@ -17,32 +17,22 @@ import fcntl
 import os
 import select
 import signal
-import socket
-import struct
 import time
 
 from headrace.workers.envs.process.wakeup_latch import count_down
 
 RING, STOP = 1, 1 << 32
 
-_LENGTH = struct.Struct("<I")
-_READ = 1 << 16
+_PLACE = 1 << 40
+"""Bytes from one long reply's place to the next. Bytes that were never written take no memory."""
 _MOMENT_NS, _TURN_NS, _NAP = 300_000, 1_000_000, 1000
 
 
 class DriverEnd:
     """The driver's end. Never blocks."""
 
-    def __init__(self, sock: socket.socket, bell: int, told: int) -> None:
-        sock.setblocking(False)
-        self._sock, self._bell, self.told = sock, bell, told
-        self._buffer = bytearray()
-        self.is_over = False
-        """The process has ended, or closed its end, and everything was read."""
-
-    def fileno(self) -> int:
-        """Return the descriptor of the socket."""
-        return self._sock.fileno()
+    def __init__(self, bell: int, told: int, replies: int) -> None:
+        self._bell, self.told, self._replies = bell, told, replies
 
     def send(self, signal: int) -> None:
         """Send RING or STOP. Ignore a process that has ended, because its pidfd reports that."""
@@ -55,38 +45,25 @@ class DriverEnd:
         except BlockingIOError:
             return 0
 
-    def listen(self) -> None:
-        """Read what the socket holds, so that the process can send the rest."""
-        try:
-            while not self.is_over:
-                part = self._sock.recv(_READ)
-                self.is_over = not part
-                self._buffer += part
-        except BlockingIOError:
-            pass
-        except ConnectionResetError:
-            self.is_over = True
+    def long_reply(self, slot: int, size: int) -> bytes:
+        """Return the reply in the file. Call it only for an obeyed order: then it is there."""
+        return os.pread(self._replies, size, slot * _PLACE)
 
-    def message(self) -> bytes:
-        """Return the next message from the socket. Call it only for an obeyed order: then it is there."""
-        self.listen()
-        (size,) = _LENGTH.unpack_from(self._buffer)
-        body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + size])
-        del self._buffer[: _LENGTH.size + size]
-        return body
+    def free(self) -> None:
+        """Free the memory of long replies, all of which were read. The process must have no order."""
+        os.truncate(self._replies, 0)
 
     def close(self) -> None:
-        """Close the socket and both eventfds."""
-        self._sock.close()
-        os.close(self._bell)
-        os.close(self.told)
+        """Close the file and both eventfds."""
+        for descriptor in (self._bell, self.told, self._replies):
+            os.close(descriptor)
 
 
 class ProcessEnd:
     """The end of the process of envs. Blocks."""
 
-    def __init__(self, sock: socket.socket, bell: int, told: int, latch: tuple[int, int]) -> None:
-        self._sock, self._bell, self._told, self._latch = sock, bell, told, latch
+    def __init__(self, bell: int, told: int, replies: int, latch: tuple[int, int]) -> None:
+        self._bell, self._told, self._replies, self._latch = bell, told, replies, latch
         self._sleep = select.poll()
         self._sleep.register(bell, select.POLLIN)
         self._is_brisk, self._to_sleep = False, 0
@@ -120,9 +97,9 @@ class ProcessEnd:
         except BlockingIOError:
             return 0
 
-    def send(self, body: bytes) -> None:
-        """Send a body that belongs to the next reply."""
-        self._sock.sendall(_LENGTH.pack(len(body)) + body)
+    def send(self, slot: int, body: bytes) -> None:
+        """Write the long reply of a slot."""
+        os.pwrite(self._replies, body, slot * _PLACE)
 
     def reply(self) -> None:
         """Report that one more order was obeyed."""

@@ -17,7 +17,6 @@ import faulthandler
 import itertools
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -31,7 +30,7 @@ from headrace.workers.envs.process.process_envs import BuildEnv, ProcessEnvs, Pr
 STACK_SIGNAL = signal.SIGRTMAX
 """Asks for the Python stack of all threads. Envs and their libraries are unlikely to use this signal."""
 
-_RSS_EVERY_S = 0.05
+_STATM, _RSS_EVERY_S = Path("/proc/self/statm"), 0.05
 
 
 def main() -> NoReturn:
@@ -58,31 +57,17 @@ def serve(job: ProcessJob, build_env: BuildEnv) -> None:
     control = Control(job.control, job.lanes, create=False)
     control.end_copies()
     host = ProcessEnvs(job, control, build_env)
-    channel = ProcessEnd(socket.socket(fileno=job.socket), job.bell, job.told, (job.latch_tokens, job.latch_bell))
-    memory = _Memory(control)
+    channel = ProcessEnd(job.bell, job.told, job.replies, (job.latch_tokens, job.latch_bell))
+    page, note_at = os.sysconf("SC_PAGE_SIZE"), 0.0
     control.rest()  # the driver had set the note START
     slots = itertools.cycle(control.slots)
     while posted := channel.wait():
         for slot in itertools.islice(slots, posted):
             host.obey(slot, channel)
-            memory.note()
+            if (now := time.monotonic()) >= note_at:
+                control.rss_bytes, note_at = int(_STATM.read_text().split()[1]) * page, now + _RSS_EVERY_S
             channel.reply()
     host.close()
-
-
-class _Memory:
-    """Notes the process's memory use from time to time."""
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-        self._page = os.sysconf("SC_PAGE_SIZE")
-        self._next = 0.0
-
-    def note(self) -> None:
-        now = time.monotonic()
-        if now >= self._next:
-            self._control.rss_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * self._page
-            self._next = now + _RSS_EVERY_S
 
 
 if __name__ == "__main__":

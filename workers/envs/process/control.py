@@ -34,7 +34,7 @@ terminated and truncated at once.
 """
 
 _WORDS = 4096
-"""Bytes of JSON that fit in a slot; longer ones go by the socket."""
+"""Bytes of JSON that fit in a slot; longer ones go into a file."""
 _TASK_EXTRA = 64
 """Bytes of JSON around a lane's task, at most."""
 
@@ -83,6 +83,7 @@ class Phase(IntEnum):
 class Slot:
     """One order and its reply, by lane of the process, from 0."""
 
+    index: int
     commands: NDArray[np.uint8]
     seeds: NDArray[np.int64]
     outcomes: NDArray[np.uint8]
@@ -91,7 +92,7 @@ class Slot:
     tasks: NDArray[np.uint8]
     """Changed tasks as JSON: [lane, values for its resets from this order on]."""
     counts: memoryview[int]
-    """Number of outcomes that are not zero, and number of bytes told. Bytes that do not fit `words` came by the socket.
+    """Number of outcomes that are not zero, and number of bytes told. Bytes that do not fit `words` are in a file.
     The third is the number of bytes of `tasks`.
     """
 
@@ -116,7 +117,7 @@ class Control:
         commands, seeds, outcomes, words, tasks = (arrays[name] for name in names)
         self.slots = [
             # A memoryview's items are read and written faster than an array's.
-            Slot(commands[i], seeds[i], outcomes[i], words[i], tasks[i], memoryview(arrays["counts"][i]))
+            Slot(i, commands[i], seeds[i], outcomes[i], words[i], tasks[i], memoryview(arrays["counts"][i]))
             for i in range(SLOTS)
         ]
         self.indices = arrays["indices"]

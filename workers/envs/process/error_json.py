@@ -10,7 +10,6 @@ from headrace.schemas.basics.printable import plain
 from headrace.schemas.errors import (
     EnvContractError,
     EnvCrashError,
-    EnvError,
     EnvHangError,
     EnvNeighbourError,
     EnvRaisedError,
@@ -23,12 +22,16 @@ _LONGEST = 20_000
 """The longest message or traceback, in characters. More is cut off."""
 
 
-_FACTS: dict[str, tuple[type[EnvError], tuple[str, ...]]] = {
+_FACTS: dict[str, tuple[type[Exception], tuple[str, ...]]] = {
+    "contract": (EnvContractError, ("what", "seen", "expected")),
+    "unknown": (UnknownEnvError, ("env", "reason")),
+    "recreate": (StepFailedRecreateEnv, ("message",)),
+    "raised": (EnvRaisedError, ("kind", "message", "trace")),
     "hang": (EnvHangError, ("env_index", "phase", "timeout_s", "setting", "stack")),
     "crash": (EnvCrashError, ("pid", "cause", "during", "stack", "output")),
     "neighbour": (EnvNeighbourError, ("culprit", "cause")),
 }
-"""Errors of a whole process, which only an env host passes on, with the attributes that make them."""
+"""Errors, with the attributes that make them. The last three are of a process; only an env host passes them on."""
 
 _NUMBERS = frozenset(("env_index", "timeout_s", "pid", "culprit"))
 """Facts that are numbers; all others are text."""
@@ -36,25 +39,14 @@ _NUMBERS = frozenset(("env_index", "timeout_s", "pid", "culprit"))
 
 def error_to_json(error: BaseException) -> dict[str, Any]:
     """Return the error as JSON, from which `error_from_json` makes the same error or an `EnvRaisedError`."""
-    match error:
-        case EnvContractError():
-            return {"is": "contract", "what": error.what, "seen": error.seen, "expected": error.expected}
-        case UnknownEnvError():
-            return {"is": "unknown", "env": error.env, "reason": error.reason}
-        case StepFailedRecreateEnv():
-            return {"is": "recreate", "message": message_of(error)[:_LONGEST]}
-        case EnvRaisedError():  # passed on by an env host
-            return {"is": "raised", "kind": error.kind, "message": error.message, "trace": error.trace}
+    message = message_of(error)[:_LONGEST]
+    if isinstance(error, StepFailedRecreateEnv):
+        return {"is": "recreate", "message": message}
     for name, (kind, facts) in _FACTS.items():
         if isinstance(error, kind):
             return {"is": name, **{fact: getattr(error, fact) for fact in facts}}
-    trace = plain("".join(traceback.format_exception(error)))
-    return {
-        "is": "raised",
-        "kind": type(error).__name__,
-        "message": message_of(error)[:_LONGEST],
-        "trace": trace[-_LONGEST:],
-    }
+    trace = plain("".join(traceback.format_exception(error)))[-_LONGEST:]
+    return {"is": "raised", "kind": type(error).__name__, "message": message, "trace": trace}
 
 
 def error_from_json(told: Mapping[str, Any]) -> Exception:
@@ -62,21 +54,8 @@ def error_from_json(told: Mapping[str, Any]) -> Exception:
 
     Raises `KeyError` and `TypeError` where the facts of an error are missing or of another type: a host may lie.
     """
-
-    def facts(*names: str) -> list[Any]:
-        return [_fact(name, told[name]) for name in names]
-
-    match told["is"]:
-        case "contract":
-            return EnvContractError(*facts("what", "seen", "expected"))
-        case "unknown":
-            return UnknownEnvError(*facts("env", "reason"))
-        case "recreate":
-            return StepFailedRecreateEnv(*facts("message"))
-    if told["is"] in _FACTS:
-        kind, names = _FACTS[told["is"]]
-        return kind(*facts(*names))
-    return EnvRaisedError(*facts("kind", "message", "trace"))
+    kind, facts = _FACTS.get(told["is"], _FACTS["raised"])
+    return kind(*(_fact(fact, told[fact]) for fact in facts))
 
 
 def _fact(name: str, value: Any) -> Any:

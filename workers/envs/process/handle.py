@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -114,18 +113,17 @@ class ProcessHandle:
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
             # `given` is closed here once the process has it, `kept` only if the process cannot be started.
             given.callback(os.close, control)
-            ours, theirs = socket.socketpair()
-            kept.callback(ours.close), given.callback(theirs.close)
             lifeline, self._lifeline = _closing(os.pipe2(os.O_CLOEXEC), given, kept)
             self._last_words, last_words = _closing(os.pipe2(os.O_CLOEXEC), kept, given)
             output, printed = _closing(os.pipe2(os.O_CLOEXEC), kept, given)
             (written,) = _closing([new_memory("headrace-job")], given)
             (bell,) = _closing([os.eventfd(0, os.EFD_CLOEXEC)], kept)
             (told,) = _closing([os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)], kept)
+            (replies,) = _closing([new_memory("headrace-replies")], kept)
             inherited = {
-                "socket": theirs.fileno(),
                 "bell": bell,
                 "told": told,
+                "replies": replies,
                 "latch_tokens": latch.tokens,
                 "latch_bell": latch.bell,
                 "control": control,
@@ -148,7 +146,7 @@ class ProcessHandle:
             tie_group(lifeline, self.pid)
             self.pidfd = os.pidfd_open(self.pid)
             kept.pop_all()
-        self.channel = DriverEnd(ours, bell, told)
+        self.channel = DriverEnd(bell, told, replies)
         self._output = drain.watch(output)
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -204,7 +202,7 @@ class ProcessHandle:
 
     def receive(self) -> list[ProcessReply]:
         """Return the replies since the last call, in the order of their orders."""
-        answers = []
+        answers, has_long = [], False
         for _ in range(self.channel.replies()):
             order = self._asked.popleft()
             slot = self.control.slots[self._answered % SLOTS]
@@ -212,17 +210,16 @@ class ProcessHandle:
             self.awaited -= order.is_awaited
             size, told = slot.counts[1], {}
             if size:
-                told = orjson.loads(bytes(slot.words[:size]) if size <= len(slot.words) else self.channel.message())
+                is_long = size > len(slot.words)
+                body = self.channel.long_reply(slot.index, size) if is_long else bytes(slot.words[:size])
+                told, has_long = orjson.loads(body), has_long or is_long
             answers.append(ProcessReply(order, slot, told))
+        if has_long and not self._asked:
+            self.channel.free()
         if self.state is HandleState.SERVING and answers:
             self._asked_at = time.monotonic()
             self.check_at = self._asked_at + self._shortest_s if self._asked else math.inf
         return answers
-
-    def listen(self) -> None:
-        """Read from the socket. The time for a long reply does not count against the env."""
-        self.channel.listen()
-        self._asked_at = time.monotonic()
 
     def stop(self, deadline: float) -> None:
         """Stop the process after it has closed its envs. It is killed at `deadline`, in monotonic seconds."""

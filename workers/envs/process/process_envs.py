@@ -70,9 +70,9 @@ class ProcessJob(BaseModel):
     close_timeout_s: float
     import_path: list[str]
     """`sys.path` of the driver."""
-    socket: int
     bell: int
     told: int
+    replies: int
     latch_tokens: int
     latch_bell: int
     control: int
@@ -85,7 +85,7 @@ class ProcessJob(BaseModel):
     def descriptors(self) -> list[int]:
         """All descriptors that the process inherits."""
         bells = [self.bell, self.told, self.latch_tokens, self.latch_bell]
-        return [self.socket, *bells, self.control, self.columns, self.lifeline, self.last_words]
+        return [*bells, self.replies, self.control, self.columns, self.lifeline, self.last_words]
 
 
 @dataclass(slots=True, eq=False)
@@ -121,8 +121,8 @@ class _Reply:
         self.failures.append((lane, at, stepped, error_to_json(error)))
         let_go(error)
 
-    def write(self, socket: ProcessEnd) -> None:
-        """Write the reply into the slot, or send it by the socket if it does not fit."""
+    def write(self, channel: ProcessEnd) -> None:
+        """Write the reply into the slot, or into the file of long replies if it does not fit."""
         told = {name: value for name in self.__slots__[1:] if (value := getattr(self, name))}
         if not told:
             return
@@ -131,7 +131,7 @@ class _Reply:
         if len(body) <= len(self.slot.words):
             self.slot.words[: len(body)] = np.frombuffer(body, np.uint8)
         else:
-            socket.send(body)
+            channel.send(self.slot.index, body)
 
 
 class ProcessEnvs:
@@ -145,7 +145,7 @@ class ProcessEnvs:
         self._all_step = bytes([Command.STEP] * job.lanes)
         self._rewards: NDArray[np.float64] | None = None
 
-    def obey(self, slot: Slot, socket: ProcessEnd) -> None:
+    def obey(self, slot: Slot, channel: ProcessEnd) -> None:
         """Execute each lane's command, and write the reply."""
         if slot.counts[0]:
             slot.outcomes[:] = 0
@@ -157,7 +157,7 @@ class ProcessEnvs:
             self._step(self._places, reply)
         else:
             self._obey_each(slot, reply)
-        reply.write(socket)
+        reply.write(channel)
 
     def _obey_each(self, slot: Slot, reply: _Reply) -> None:
         by_command: dict[int, list[_LaneEnv]] = {}

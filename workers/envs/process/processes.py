@@ -37,7 +37,7 @@ class Processes:
         self._drain = OutputDrain()
         self._latch = WakeupLatch()
         self._epoll = select.epoll()
-        """Wakes the driver: the latch's bell, ends of processes, and sockets."""
+        """Wakes the driver: the latch's bell, and ends of processes."""
         self._epoll.register(self._latch.bell, select.EPOLLIN)
         self._told = select.epoll()
         """Tells which processes have replied. The driver does not sleep for it."""
@@ -67,11 +67,9 @@ class Processes:
                 "envs_per_process"
             ) from error
         self._handles[handle.pid] = handle
-        for descriptor in (handle.channel.fileno(), handle.pidfd):
+        for epoll, descriptor in ((self._epoll, handle.pidfd), (self._told, handle.channel.told)):
             self._by_descriptor[descriptor] = handle
-            self._epoll.register(descriptor, select.EPOLLIN)
-        self._by_descriptor[handle.channel.told] = handle
-        self._told.register(handle.channel.told, select.EPOLLIN)
+            epoll.register(descriptor, select.EPOLLIN)
         return handle
 
     def wait(self, until: float, replies: int = 1) -> tuple[list[ProcessHandle], list[ProcessHandle]]:
@@ -81,15 +79,8 @@ class Processes:
         with nothing, when a process had replied since the last call, has ended, or may be late.
         """
         timeout = max(min([until, *(handle.check_at for handle in self)]) - time.monotonic(), 0.0)
-        ended: list[ProcessHandle] = []
-        for descriptor in self._sleep(timeout, replies):
-            handle = self._by_descriptor.get(descriptor)
-            if handle is not None and descriptor == handle.pidfd:
-                ended.append(handle)
-            elif handle is not None:
-                handle.listen()
-                if handle.channel.is_over:
-                    self._hush(handle)
+        woken = self._sleep(timeout, replies)
+        ended = [self._by_descriptor[descriptor] for descriptor in woken if descriptor != self._latch.bell]
         return [self._by_descriptor[descriptor] for descriptor, _ in self._told.poll(0)], ended
 
     def _sleep(self, timeout_s: float, replies: int) -> list[int]:
@@ -111,18 +102,11 @@ class Processes:
         for handle in self:
             handle.enforce(now)
 
-    def _hush(self, handle: ProcessHandle) -> None:
-        """Stop listening to the process's closed socket. Wait only for the end of the process."""
-        del self._by_descriptor[handle.channel.fileno()]
-        self._epoll.unregister(handle.channel.fileno())
-
     def bury(self, handle: ProcessHandle) -> ProcessExit:
         """Release a process that has ended, and return how it ended."""
-        for descriptor in (handle.channel.fileno(), handle.pidfd):
-            if self._by_descriptor.pop(descriptor, None) is not None:
-                self._epoll.unregister(descriptor)
-        del self._by_descriptor[handle.channel.told]
-        self._told.unregister(handle.channel.told)
+        for epoll, descriptor in ((self._epoll, handle.pidfd), (self._told, handle.channel.told)):
+            del self._by_descriptor[descriptor]
+            epoll.unregister(descriptor)
         del self._handles[handle.pid]
         return handle.bury()
 

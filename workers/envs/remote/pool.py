@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
@@ -61,7 +62,7 @@ class RemotePool(PoolBackend):
     is lost, its lanes fail with `EnvHostLostError`, once for each life of the host.
     """
 
-    renders = False
+    renders = False  # pictures do not travel between hosts
 
     def __init__(
         self,
@@ -174,10 +175,6 @@ class RemotePool(PoolBackend):
         if host is not None:
             self._say(host.route, Fenced(detail=f"envs of this env host only fail, and those of others work: {why}"))
         return True
-
-    def render(self, lane: int) -> None:
-        """Raise NotImplementedError: pictures do not travel between hosts."""
-        raise NotImplementedError
 
     # -- replies ------------------------------------------------------------------------------------------------------
 
@@ -322,6 +319,7 @@ class RemotePool(PoolBackend):
         self._router_port.close()
 
 
+@dataclass(eq=False, repr=False)
 class RemotePlacement:
     """Envs on the hosts that connect to the worker's port.
 
@@ -330,10 +328,9 @@ class RemotePlacement:
     waits for its first host, `on_wait` is called from time to time with the address of the port.
     """
 
-    def __init__(self, kind_problem: KindProblem, on_wait: Callable[[str], None] | None = None) -> None:
-        self._kind_problem = kind_problem
-        self._on_wait = on_wait
-        self._at: tuple[str, int] | SocketPlace | None = None
+    _kind_problem: KindProblem
+    _on_wait: Callable[[str], None] | None = None
+    _at: tuple[str, int] | SocketPlace | None = None
 
     def open(self, table: LaneTable) -> RemotePool:
         """Listen, and wait for the first host. Raises `ConfigError` for a port that is too high."""

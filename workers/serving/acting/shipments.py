@@ -48,8 +48,6 @@ class Shipments:
         """Untrained episodes for the next shipment."""
         self._episodes: list[tuple[float, int]] = []
         """Trained episodes of several agents for the next shipment."""
-        self._waiting: list[tuple[float, int]] = []
-        """Trained episodes for later shipments."""
         self._reported_env_steps: tuple[int, ...] = (0, 0, 0)
 
     @property
@@ -153,9 +151,7 @@ class Shipments:
     def _take_episodes(self) -> list[tuple[float, int]]:
         """Return finished episodes of several agents. With one agent, the chunks tell its episodes."""
         if isinstance(self._runner, MultiAgentEnvRunner):
-            self._waiting += self._runner.take_finished_episodes()
-            free = MOST_EPISODES - len(self._episodes)
-            self._episodes, self._waiting = self._episodes + self._waiting[:free], self._waiting[free:]
+            self._episodes += self._runner.take_finished_episodes(MOST_EPISODES - len(self._episodes))
         return self._episodes
 
     def _env_steps(self) -> tuple[int, ...]:

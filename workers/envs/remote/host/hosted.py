@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,21 +74,15 @@ class _Place:
     number: int = 0
     answered: bool = True
     is_built: bool = False
-    stepped: bool = False
-    ended: Literal[1, 2] | None = None
-    also_truncated: bool = False
-    began: tuple[dict[str, Any] | None] | None = None
-    built: bool = False
-    info: dict[str, Any] | None = None
+    told: dict[str, Any] = field(default_factory=dict)
+    """Field of an `EnvAnswers` -> what it has of this place."""
     failures: list[Failure] = field(default_factory=list)
     lost: Failure | None = None
     """A failure while no order was under way: the answer to the next step or reset."""
 
     def begin(self, number: int) -> None:
         """Reset the record for another order."""
-        self.number, self.answered, self.stepped, self.built, self.also_truncated = number, False, False, False, False
-        self.ended = self.began = self.info = None
-        self.failures = []
+        self.number, self.answered, self.told, self.failures = number, False, {}, []
 
     def fail(self, failure: Failure) -> None:
         """Answer the order with a failure."""
@@ -182,19 +176,15 @@ class HostedEnvs:
 
     def _note(self, replies: Replies) -> list[int]:
         """Note the answer of each place, and return the places that have one."""
+        for name in ("stepped", "built", "also_truncated"):
+            for lane in getattr(replies, name):
+                self._places[lane].told[name] = lane
+        ended = [(lane, 1 if end is ChunkEnd.TERMINATED else 2) for lane, end in replies.ended]
+        began = [(lane, info or None) for lane, info in replies.began]
+        for name, pairs in (("ended", ended), ("began", began), ("infos", replies.infos)):
+            for lane, value in pairs:
+                self._places[lane].told[name] = lane, value
         places = {*replies.stepped, *replies.built, *(lane for lane, _ in replies.began)}
-        for lane in replies.stepped:
-            self._places[lane].stepped = True
-        for lane in replies.built:
-            self._places[lane].built = True
-        for lane, end in replies.ended:
-            self._places[lane].ended = 1 if end is ChunkEnd.TERMINATED else 2
-        for lane in replies.also_truncated:
-            self._places[lane].also_truncated = True
-        for lane, info in replies.began:
-            self._places[lane].began = (info or None,)
-        for lane, info in replies.infos:
-            self._places[lane].info = info
         for failure in replies.failures:
             own = self._places[failure.lane]
             own.is_built = False
@@ -222,35 +212,33 @@ class HostedEnvs:
 
     def _spoil(self, place: int, error: EncodeError) -> None:
         own = self._places[place]
-        at = "step" if own.stepped else "reset"
+        stepped = "stepped" in own.told
+        at = "step" if stepped else "reset"
         told = EnvContractError(f"answer of {at}", str(error), "no larger than a message, infos above all")
-        failure = Failure(place, told, stepped=own.stepped, at=at)
+        failure = Failure(place, told, stepped=stepped, at=at)
         own.begin(own.number)
         own.is_built = False
         own.fail(failure)
 
     def _encode(self, places: Sequence[int]) -> list[Buffer]:
         answers = [(place, self._places[place]) for place in places]
-        stepped = [place for place, own in answers if own.stepped]
-        began = [place for place, own in answers if own.began is not None]
+        told: dict[str, list[Any]] = {}
+        for _, own in answers:
+            for name, value in own.told.items():
+                told.setdefault(name, []).append(value)
         header = EnvAnswers(
             life=self._life,
             answers=[(place, own.number) for place, own in answers],
-            stepped=stepped,
-            ended=[(place, own.ended) for place, own in answers if own.ended is not None],
-            also_truncated=[place for place, own in answers if own.also_truncated],
-            began=[(place, own.began[0]) for place, own in answers if own.began is not None],
-            built=[place for place, own in answers if own.built],
-            infos=[(place, own.info) for place, own in answers if own.info],
             failures=[
                 (place, failure.at, failure.stepped, self._tell(failure.error))
                 for place, own in answers
                 for failure in own.failures
             ],
+            **told,
         )
         if any(is_deeper(info, _INFO_DEPTH) for _, info in (*header.infos, *header.began) if info):
             raise EncodeError(f"infos of ENV_ANSWERS are nested deeper than {_INFO_DEPTH} levels")
-        rows = self._rows(stepped, began)
+        rows = self._rows(header.stepped, [place for place, _ in header.began])
         size = sum(array.nbytes for array in rows.values())
         if size > DEFAULT_LIMITS.payload_bytes:
             raise EncodeError(f"arrays of ENV_ANSWERS have {size} bytes; {DEFAULT_LIMITS.payload_bytes} are allowed")

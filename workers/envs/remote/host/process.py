@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.basics.printable import one_line
@@ -72,26 +73,20 @@ def learn_spaces(config: EnvRunnerConfig) -> Spaces:
         return pool.spaces
 
 
+@dataclass(eq=False, repr=False)
 class EnvHost:
     """One process that lives one life after another, each with new envs in processes of their own."""
 
-    def __init__(
-        self,
-        config: EnvRunnerConfig,
-        place: FleetPlace,
-        keys: ClientKeys | None,
-        spaces: Spaces,
-        on_answer: Callable[[], None] = lambda: None,
-        elsewhere: Callable[[], str] = str,
-    ) -> None:
-        self._config = config
-        self._place = place
-        self._keys = keys
-        self._spaces = spaces
-        self._on_answer = on_answer
-        self._elsewhere = elsewhere
+    _config: EnvRunnerConfig
+    _place: FleetPlace
+    _keys: ClientKeys | None
+    _spaces: Spaces
+    _on_answer: Callable[[], None] = lambda: None
+    _elsewhere: Callable[[], str] = str
+
+    def __post_init__(self) -> None:
         self._look_elsewhere_at = 0.0
-        self._link = WorkerLink(place.endpoint, keys)
+        self._link = WorkerLink(self._place.endpoint, self._keys)
         self._envs: HostedEnvs | None = None
         """None until the worker has welcomed this life."""
         self._welcome: EnvHostWelcome | None = None
