@@ -20,7 +20,7 @@ from headrace.deploy.fleet.fleet_record import FleetRecord
 from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of
 from headrace.deploy.fleet.scale import asked_workers, forget_asked_workers
 from headrace.deploy.fleet.snapshot_poller import INTERVAL_S, SnapshotPoller
-from headrace.deploy.fleet.watchdog import FleetWatchdog, first_sign_limits, recorders_by_slot, silence_limits
+from headrace.deploy.fleet.watchdog import FleetWatchdog, first_sign_limits, silence_limits
 from headrace.deploy.monitoring.connecting import named_learner
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.process_reporter import LIVE_S, FleetLease, ProcessReporter
@@ -47,7 +47,7 @@ from headrace.deploy.run.ports import (
     with_client_ports,
     with_env_ports,
 )
-from headrace.deploy.run.redis_server import check_url, prepare_redis, told_of_cut, wait_ready
+from headrace.deploy.run.redis_server import answers, check_url, prepare_redis, told_of_cut, wait_ready
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.deploy.run.resume import write_settings
 from headrace.deploy.run.run_dir import RunDir
@@ -159,7 +159,7 @@ class Fleet:
         poller = self._poller
         return Facts(
             unix_s=time.time(),
-            snapshot=self.snapshot or Snapshot(),
+            snapshot=self.snapshot,
             processes=self.processes(),
             redis_error=poller.error if poller is not None and self.redis_age_s > STALE_S else "",
             redis_age_s=self.redis_age_s,
@@ -171,9 +171,9 @@ class Fleet:
         )
 
     @property
-    def snapshot(self) -> Snapshot | None:
-        """Return the newest numbers from Redis; None when none were ever read."""
-        return self._poller.snapshot if self._poller else None
+    def snapshot(self) -> Snapshot:
+        """Return the newest numbers from Redis. They are empty, and without the fleet's name, when none were read."""
+        return (self._poller.snapshot if self._poller else None) or Snapshot()
 
     @property
     def redis_age_s(self) -> float:
@@ -192,7 +192,7 @@ class Fleet:
     def numbers(self) -> RunNumbers:
         """Return the newest numbers by which goals are judged."""
         seen = self.snapshot
-        return RunNumbers.of(seen.gauges, seen.totals, seen.policies) if seen else RunNumbers()
+        return RunNumbers.of(seen.gauges, seen.totals, seen.policies)
 
     @property
     def stop_asked(self) -> bool:
@@ -241,7 +241,7 @@ class Fleet:
         self._watchdog = FleetWatchdog(
             self.loop,
             self.supervisor,
-            recorders_by_slot(self.run_dir.recorders),
+            self._recorder_of,
             config.broker.lease_s,
             first_sign_limits(config),
             silence_limits(config),
@@ -290,9 +290,9 @@ class Fleet:
             url = launch.url
             redis = self.supervisor.start(ProcessSpec("redis", Role.REDIS, lambda _: list(launch.argv)))
             self.wait(
-                lambda: _answers(url) or redis.restarts >= REDIS_ATTEMPTS, REDIS_DEADLINE_S, "its own Redis to answer"
+                lambda: answers(url) or redis.restarts >= REDIS_ATTEMPTS, REDIS_DEADLINE_S, "its own Redis to answer"
             )
-            if redis.restarts >= REDIS_ATTEMPTS and not _answers(url):
+            if redis.restarts >= REDIS_ATTEMPTS and not answers(url):
                 raise self._redis_does_not_start(redis.last_words)
             if self.supervisor.failure is not None or self.stop_asked:
                 return
@@ -318,7 +318,7 @@ class Fleet:
             return
         self._process_reporter = ProcessReporter(url, self.fleet_id, self.processes, self._lease)
         self._choose_checkpoint(url)
-        steps = steps_at_start(self.snapshot or Snapshot(), self._ended_lives(), self.run_dir.recorders)
+        steps = steps_at_start(self.snapshot, self._ended_lives(), self.run_dir.recorders)
         self.numbers_before = replace(self.numbers(), steps=steps)
 
     def _await_books(self, poller: SnapshotPoller, url: str) -> None:
@@ -344,7 +344,7 @@ class Fleet:
 
     def _known(self) -> BrokerState:
         """Return the highest learner epoch and incarnations that Redis, the checkpoint and the recorders know."""
-        snapshot, incarnations = self.snapshot or Snapshot(), dict[int, int]()
+        snapshot, incarnations = self.snapshot, dict[int, int]()
         recorded = [life for life, _ in recorders_in(self.run_dir.recorders)]
         known = (*snapshot.incarnations.items(), *snapshot.rows, *self._starting_point.settled, *recorded)
         for slot, incarnation in known:
@@ -353,19 +353,15 @@ class Fleet:
         epoch = max(int(snapshot.lease.get("epoch", 0)), self._starting_point.epoch)
         return BrokerState(epoch=epoch if epoch < MOST_EPOCH else 0, incarnations=incarnations)
 
-    def _max_env_steps(self) -> int | None:
-        """Return the env steps of the fleet's whole life at which workers pause; None without such a goal."""
-        until = self.config.fleet.until_steps
-        return None if until is None else self.numbers_before.steps + until
-
     def _start_broker(self) -> None:
         endpoints = first_endpoints(self.config.broker, self.run_dir.path)
         _write_endpoints(self.run_dir.path, self.fleet_id, endpoints, self._known())
         if not self.config.broker.host:
             self._note_endpoints(endpoints.model_dump())
-        self.supervisor.start(
-            child_commands.broker(self.run_dir.config_json, self.run_dir.path, self.fleet_id, self._max_env_steps())
-        )
+        until = self.config.fleet.until_steps
+        pause_at = None if until is None else self.numbers_before.steps + until  # env steps of the fleet's whole life
+        path, where = self.run_dir.config_json, self.run_dir.path
+        self.supervisor.start(child_commands.broker(path, where, self.fleet_id, pause_at))
 
     def _await_broker(self) -> None:
         self.wait(lambda: self._file_of_running_broker() is not None, BROKER_DEADLINE_S, "the broker to serve")
@@ -479,6 +475,10 @@ class Fleet:
         path = rendezvous_path(self.config.fleet.rendezvous, self.run_dir.path)
         note_stopped(path, at_goal=self.record.content.at_goal)
 
+    def _recorder_of(self, service: Service) -> Path | None:
+        slot, child = service.spec.slot, service.child
+        return None if slot is None or child is None else recorder_path(self.run_dir.recorders, slot, child.incarnation)
+
     def _look_at_recorders(self) -> None:
         """Send obituaries of ended workers, and delete recorders whose books Redis has. Repeat every second."""
         if self._obituary_sender is not None:
@@ -496,13 +496,13 @@ class Fleet:
             self._follow_scale()
 
     def _delete_stored_recorders(self) -> None:
-        if self._obituary_sender is not None and self.snapshot is not None:
+        if self._obituary_sender is not None:
             self._obituary_sender.delete_stored(self.snapshot.rows, self.snapshot.folded)
 
     def _workers_have_left(self) -> bool:
         """Return whether all workers' lives are closed in the books, or no broker or Redis reports them any more."""
         nobody_tells = self.supervisor.gone(Role.BROKER) or self.redis_age_s > STALE_S
-        return nobody_tells or self.snapshot is None or all(row.closed for row in self.snapshot.rows.values())
+        return nobody_tells or all(row.closed for row in self.snapshot.rows.values())
 
     def _await_commits(self) -> None:
         """Wait while a learner that this fleet did not start still settles the broker's batches, or computes on them.
@@ -510,9 +510,9 @@ class Fleet:
         A learner that waits for more batches gets none, so it never settles those of an update that it cannot fill.
         """
         news_s = 2 * (self.config.broker.report_interval_s + INTERVAL_S)  # the gauge may be older than the drain
-        limit_s, lease = self.config.supervisor.stop_timeout_s, self.snapshot.lease if self.snapshot else {}
-        groups = self.snapshot.groups if self.snapshot else {}
-        holding = [f" and group {name}" for name, books in groups.items() if books.state.on_slow == "wait"]
+        limit_s, lease = self.config.supervisor.stop_timeout_s, self.snapshot.lease
+        groups = self.snapshot.groups.items()
+        holding = [f" and group {name}" for name, books in groups if books.state.on_slow == "wait"]
         whom = f"{named_learner(lease) or 'the learner'}{''.join(holding)} to commit the batches that the broker holds"
         began = changed = time.monotonic()
         last = self._held_batches()
@@ -535,16 +535,14 @@ class Fleet:
 
     def _learner_computes(self) -> bool:
         """Return whether, by the broker's last report, a learner is connected and does not wait for batches."""
-        lease = self.snapshot.lease if self.snapshot and not self.supervisor.gone(Role.BROKER) else {}
-        return bool(lease.get("connected")) and not lease.get("waiting")
+        lease = self.snapshot.lease
+        return bool(lease.get("connected") and not lease.get("waiting")) and not self.supervisor.gone(Role.BROKER)
 
     def _held_batches(self) -> float | None:
         """Return the batches that the learner, or groups that hold them, have not settled; None if nobody told."""
-        if self.snapshot is None or "held_batches" not in self.snapshot.gauges:
-            return None
+        held = self.snapshot.gauges.get("held_batches")
         groups = (books.state for books in self.snapshot.groups.values())
-        held = sum(state.held_batches for state in groups if state.on_slow == "wait")
-        return self.snapshot.gauges["held_batches"] + held
+        return None if held is None else held + sum(one.held_batches for one in groups if one.on_slow == "wait")
 
     def _stop(self, role: Role) -> None:
         self.supervisor.stop(role)
@@ -615,11 +613,3 @@ def _write_endpoints(run_dir: Path, fleet_id: str, endpoints: Endpoints, known: 
     for slot, incarnation in known.incarnations.items():
         state.incarnations[slot] = max(state.incarnations.get(slot, 0), incarnation)
     write_broker_file(run_dir, before.fleet_id if before is not None else fleet_id, endpoints, state)
-
-
-def _answers(url: str) -> bool:
-    try:
-        wait_ready(url, 0.0)
-    except RedisUnavailableError:
-        return False
-    return True

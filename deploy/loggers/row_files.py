@@ -7,6 +7,7 @@ removed. A full disk only delays rows: they are written when there is room again
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,6 @@ log = logging.getLogger("headrace.supervisor")
 
 MOST_WAITING = 10_000
 """Most rows that may wait for room on the disk. Beyond it the oldest are dropped."""
-_BLOCK = 1 << 16
 
 
 class FileLogger:
@@ -74,28 +74,15 @@ class JsonlFile:
             self._mended = True
         _append(self.path, b"".join(orjson.dumps(dict(row), option=orjson.OPT_APPEND_NEWLINE) for row in rows))
 
-    def rows(self) -> Iterator[Row]:
-        """Yield the rows in the file; skip lines that are not rows. Raises `OSError`."""
+    def rows(self, part: bytes = b"") -> Iterator[Row]:
+        """Yield the rows in the file whose line contains `part`; skip lines that are not rows. Raises `OSError`."""
         try:
             with self.path.open("rb") as file:
                 for line in file:
-                    row = _row_in(line)
-                    if row is not None:
+                    if part in line and (row := _row_in(line)) is not None:
                         yield row
         except FileNotFoundError:
             return
-
-    def last_line_with(self, part: bytes) -> bytes:
-        """Return the last whole line that contains `part`; empty if there is no such line, or no file."""
-        last = b""
-        try:
-            with self.path.open("rb") as file:
-                for line in file:
-                    if part in line and line.endswith(b"\n"):
-                        last = line
-        except OSError:
-            return b""
-        return last
 
 
 def _row_in(line: bytes) -> Row | None:
@@ -126,17 +113,9 @@ def _cut_torn_line(path: Path) -> None:
     """Remove the text after the last newline: a machine that went down may have left half a line."""
     try:
         with open(path, "r+b", opener=opener) as file:
-            end = file.seek(0, os.SEEK_END)
-            at = end
-            while at:
-                start = max(0, at - _BLOCK)
-                file.seek(start)
-                newline = file.read(at - start).rfind(b"\n")
-                if newline >= 0:
-                    at = start + newline + 1
-                    break
-                at = start
-            if at < end:
-                file.truncate(at)
+            if end := file.seek(0, os.SEEK_END):
+                with mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as text:
+                    whole = text.rfind(b"\n") + 1
+                file.truncate(whole)
     except FileNotFoundError:
         return

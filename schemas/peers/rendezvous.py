@@ -114,16 +114,13 @@ class Published(BaseModel):
 class Rendezvous:
     """The rendezvous at `where`, as peers read it.
 
-    `ports` are by role, for `dns://`; `setting` is the one that names them. What
-    another fleet than `fleet_id` publishes does not count; "": that of any fleet does. Raises `ConfigError` for another
-    form of address.
+    `ports` are by role, for `dns://`; `setting` is the one that names them. What another fleet than the attribute
+    `fleet_id` publishes does not count; "": that of any fleet does. Raises `ConfigError` for another form of address.
     """
 
-    def __init__(
-        self, where: str, ports: Mapping[str, int] | None = None, setting: str = "broker.port", *, fleet_id: str = ""
-    ) -> None:
+    def __init__(self, where: str, ports: Mapping[str, int] | None = None, setting: str = "broker.port") -> None:
         self.where = where
-        self.fleet_id = fleet_id
+        self.fleet_id = ""
         self.problem = ""
         """Text on why the last look found no fleet that runs; "" if it found one."""
         self.at_goal = False
@@ -139,7 +136,9 @@ class Rendezvous:
         if self._fixed is not None:
             return self._fixed
         try:
-            found = Published.parse(self._read())
+            fetcher = self._fetcher
+            content = fetcher.newest() if fetcher is not None else read_regular(Path(self.where), _LARGEST)
+            found = Published.parse(content)
         except OSError as error:
             self.problem = f"{self.where} cannot be read ({error.strerror or error})"
         except (ValueError, ValidationError) as error:
@@ -183,11 +182,6 @@ class Rendezvous:
         """Return an error that says so, if the fleet has stopped."""
         found = self.look()
         return no_fleet_error(self.where, self.problem) if found is not None and found.state == "stopped" else None
-
-    def _read(self) -> bytes:
-        if self._fetcher is not None:
-            return self._fetcher.newest()
-        return read_regular(Path(self.where), _LARGEST)
 
 
 def is_elsewhere(address: str, host: str) -> bool:
