@@ -202,9 +202,9 @@ class LearnerSession:
 
     def commit(self, now: float, *, at_once: bool = True) -> None:
         """Settle everything taken so far, and tell the broker: now, or soon, by a call of `commit` or `tick`."""
-        self._gathered += self.uncommitted()
         for key in self._changed:
             source = self._sources[key]
+            self._gathered += source.uncommitted()
             source.committed, source.end_committed = source.taken, source.end_taken
             while source.in_hand and source.in_hand[0].seq <= source.committed.seq:
                 source.in_hand.popleft()
@@ -225,8 +225,7 @@ class LearnerSession:
 
     def uncommitted(self) -> int:
         """Return the number of batches and ends that the user has taken and not yet committed."""
-        changed = [self._sources[key] for key in self._changed]
-        return sum(s.taken.seq - s.committed.seq + (s.end_taken and not s.end_committed) for s in changed)
+        return sum([self._sources[key].uncommitted() for key in self._changed])
 
     def silent_s(self, now: float) -> float:
         """Return for how long the broker has sent nothing."""
