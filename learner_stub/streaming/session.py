@@ -84,8 +84,9 @@ class StreamLimits:
     heartbeat_s: float = 0.5
     silence_s: float = 5.0
     gather_s: float = 0.002
-    gather_batches: int = 4
+    gather_batches: int = 8
     """A commit that is not urgent may wait this long, and for this many batches, to be sent together with the next one.
+    It waits for half as many once the user waits for a batch, since workers may wait for the commit.
     """
 
 
@@ -237,9 +238,11 @@ class LearnerSession:
 
     def tick(self, now: float, *, waiting: bool = False) -> None:
         """Say HELLO until welcomed, repeat the cumulative state, and notice a broker that has gone. Call it often."""
-        if self.state is LearnerSessionState.STOPPED or now < self._next_send:
+        is_active = self.state is LearnerSessionState.ACTIVE
+        enough = waiting and is_active and 2 * self._gathered >= self.limits.gather_batches
+        if self.state is LearnerSessionState.STOPPED or (now < self._next_send and not enough):
             return
-        if self.state is LearnerSessionState.ACTIVE and now - self._heard > self.limits.silence_s:
+        if is_active and now - self._heard > self.limits.silence_s:
             self.state = LearnerSessionState.JOINING
         if self.state is LearnerSessionState.JOINING:
             self._say_hello(now)
