@@ -243,7 +243,7 @@ class SourceEpisodes:
         (module_id,) = batch.modules
         envs = int(batch.table["env_index"].max(initial=0)) + 1
         named = [(agent, module_id) for agent in batch.agents]
-        if envs > len(self._open) or any(player not in self._players for player in named):
+        if envs > len(self._open) or not self._players.keys() >= set(named):
             self._check_places(envs, named)
             for player in named:
                 self._players.setdefault(player, len(self._players))

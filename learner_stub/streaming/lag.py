@@ -47,8 +47,9 @@ class LagMonitor:
     def _count(self, batch: ChunkBatch) -> int:
         """Count the steps by their lag, and return the sum. Most batches have one lag, and are counted at once."""
         seqs, (epoch, newest) = batch.columns["weights_seq"], batch.newest
-        if batch.learner_epoch != epoch or seqs.min() == seqs.max():
-            one = newest if batch.learner_epoch != epoch else int(np.maximum(newest - seqs[:1], 0)[0])
+        first = int(seqs[0])
+        if batch.learner_epoch != epoch or (seqs == first).all():
+            one = newest if batch.learner_epoch != epoch else max(newest - first, 0)
             self._counts[bisect_left(LAG_BOUNDS, one)] += batch.steps
             return one * batch.steps
         lag = batch.lag

@@ -86,8 +86,9 @@ class StreamLimits:
     heartbeat_s: float = 0.5
     silence_s: float = 5.0
     gather_s: float = 0.002
-    gather_batches: int = 4
+    gather_batches: int = 8
     """A commit that is not urgent may wait this long, and for this many batches, to be sent together with the next one.
+    It waits for half as many once the user waits for a batch, since workers may wait for the commit.
     """
 
 
@@ -211,9 +212,9 @@ class LearnerSession:
 
     def commit(self, now: float, *, at_once: bool = True) -> None:
         """Settle everything taken so far, and tell the broker: now, or soon, by a call of `commit` or `tick`."""
-        self._gathered += self.uncommitted()
         for key in self._changed:
             source = self._sources[key]
+            self._gathered += source.uncommitted()
             source.committed, source.end_committed = source.taken, source.end_taken
             while source.in_hand and source.in_hand[0].seq <= source.committed.seq:
                 source.in_hand.popleft()
@@ -234,8 +235,7 @@ class LearnerSession:
 
     def uncommitted(self) -> int:
         """Return the number of batches and ends that the user has taken and not yet committed."""
-        changed = [self._sources[key] for key in self._changed]
-        return sum(s.taken.seq - s.committed.seq + (s.end_taken and not s.end_committed) for s in changed)
+        return sum([self._sources[key].uncommitted() for key in self._changed])
 
     def silent_s(self, now: float) -> float:
         """Return for how long the broker has sent nothing."""
@@ -247,9 +247,11 @@ class LearnerSession:
 
     def tick(self, now: float, *, waiting: bool = False) -> None:
         """Say HELLO until welcomed, repeat the cumulative state, and notice a broker that has gone. Call it often."""
-        if self.state is LearnerSessionState.STOPPED or now < self._next_send:
+        is_active = self.state is LearnerSessionState.ACTIVE
+        enough = waiting and is_active and 2 * self._gathered >= self.limits.gather_batches
+        if self.state is LearnerSessionState.STOPPED or (now < self._next_send and not enough):
             return
-        if self.state is LearnerSessionState.ACTIVE and now - self._heard > self.limits.silence_s:
+        if is_active and now - self._heard > self.limits.silence_s:
             self.state = LearnerSessionState.JOINING
         if self.state is LearnerSessionState.JOINING:
             self._say_hello(now)

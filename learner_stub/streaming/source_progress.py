@@ -68,6 +68,10 @@ class SourceProgress:
     """True once the user has taken the end."""
     end_committed: bool = False
 
+    def uncommitted(self) -> int:
+        """Return the number of batches and ends that the user has taken and not yet committed."""
+        return self.taken.seq - self.committed.seq + (self.end_taken and not self.end_committed)
+
 
 def position_of(key: SourceKey, settled: Settled, *, ended: bool) -> SourcePosition:
     """Return the position of a learner that settled `settled` of that source, and its end if `ended`."""

@@ -255,7 +255,8 @@ class EpisodeStream:
         if not any(seq for _, seq in self._published) and not self.auto_commit:
             self._end_update()
         self._updates.commit()
-        self._commit(at_once=True)
+        with interrupt_held():
+            self._commit(at_once=True)
 
     def position(self) -> list[dict[str, Any]]:
         """Return how far this learner is, counting all it was handed as trained on, and which episodes are open.
@@ -472,6 +473,5 @@ class EpisodeStream:
             raise
 
     def _commit(self, *, at_once: bool) -> None:
-        with interrupt_held():
-            for broker in self._brokers:
-                broker.commit(at_once=at_once)
+        for broker in self._brokers:
+            broker.commit(at_once=at_once)

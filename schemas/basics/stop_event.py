@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` looks for an enum's member in each handler: 2 us a call
 import os
 import signal
 import threading
@@ -68,15 +69,15 @@ def interrupt_held() -> Iterator[None]:
     So it never falls between two changes that belong together, nor takes from the caller what the block returns. A
     handler other than Python's own stays in place. Blocks may be nested.
     """
-    if not _is_main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not _is_main_thread() or _signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     held = _HeldInterrupt()
-    signal.signal(signal.SIGINT, held)
+    _signal.signal(signal.SIGINT, held)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _signal.signal(signal.SIGINT, signal.default_int_handler)
         if held.came:
             again = threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
             again.daemon = True
@@ -86,7 +87,7 @@ def interrupt_held() -> Iterator[None]:
 @contextmanager
 def interrupt_raises() -> Iterator[None]:
     """Let a Ctrl-C that `interrupt_held` holds back raise in this block, which waits and changes nothing."""
-    held = signal.getsignal(signal.SIGINT) if _is_main_thread() else None
+    held = _signal.getsignal(signal.SIGINT) if _is_main_thread() else None
     if not isinstance(held, _HeldInterrupt):
         yield
         return

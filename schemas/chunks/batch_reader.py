@@ -102,29 +102,34 @@ class BatchReader:
         if (batch.steps, len(batch)) != (header.steps, header.chunks):
             counts, told = (batch.steps, len(batch)), (header.steps, header.chunks)
             raise DecodeError("bad_table", f"{counts} steps and chunks; header says {told}")
-        if batch.has_markers and bool((table["end"][table["length"] == 0] != ChunkEnd.ABORTED).any()):
+        obs_rows = batch.steps + int(np.count_nonzero(table["length"]))
+        if obs_rows < batch.steps + len(table) and bool((table["end"][table["length"] == 0] != ChunkEnd.ABORTED).any()):
             raise DecodeError("bad_table", "a chunk of no steps that is no end marker")
-        self._check_columns(batch)
-        if looks_back or any(name.startswith(LOOKBACK) for name in columns):
+        if self._check_columns(batch, obs_rows) or looks_back:
             _check_lookback(batch)
         return batch
 
-    def _check_columns(self, batch: ChunkBatch) -> None:
-        if missing := self._required.keys() - batch.columns.keys():
+    def _check_columns(self, batch: ChunkBatch, obs_rows: int) -> bool:
+        """Raise `DecodeError` for a column that is missing, or not as it must be. Return whether one looks back."""
+        columns, steps, looks_back = batch.columns, batch.steps, False
+        if missing := self._required.keys() - columns.keys():
             raise DecodeError("missing_column", f"column {min(missing)!r:.80} is missing")
-        obs_rows = batch.steps + int(np.count_nonzero(batch.table["length"]))
-        for name, column in batch.columns.items():
-            known = self._known.get(name)
-            rows = int(batch.offsets_of(name)[-1]) if known is None else (batch.steps, obs_rows)[known[2]]
+        for name, column in columns.items():
+            known, rows = self._known.get(name), steps
+            if known is not None:
+                rows = obs_rows if known[2] else steps
+            elif belongs_to_space(name):
+                raise DecodeError("bad_column", f"column {name!r:.80} is no leaf of its space")
+            elif name.startswith((LOOKBACK, STATE_IN)):
+                rows = int(batch.offsets_of(name)[-1])
+                looks_back |= name.startswith(LOOKBACK)
             shape = column.shape
             if not shape or shape[0] != rows:
                 raise DecodeError("bad_column", f"column {name!r:.80} has shape {shape}, not {rows} rows")
-            if known is None:
-                if belongs_to_space(name):
-                    raise DecodeError("bad_column", f"column {name!r:.80} is no leaf of its space")
-            elif column.dtype != known[0] or shape[1:] != known[1]:
+            if known is not None and (column.dtype != known[0] or shape[1:] != known[1]):
                 seen = f"{column.dtype} rows of shape {shape[1:]}"
                 raise DecodeError("bad_column", f"column {name!r:.80} has {seen}, not {known[0]} of {known[1]}")
+        return looks_back
 
 
 def _split(

@@ -125,6 +125,5 @@ def view(row: Any, frames: Sequence[Buffer], limits: WireLimits) -> tuple[str, N
         array: NDArray[Any] = np.empty(shape, known)
     else:
         array = np.ndarray(shape, known, source, offset)
-    if array.flags.writeable:
-        array.flags.writeable = False
+    array.setflags(write=False)
     return name, array

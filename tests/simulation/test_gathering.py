@@ -84,6 +84,27 @@ def test_a_learner_sends_commits_without_a_wait_once_enough_are_gathered() -> No
     assert committed(session) == [4]
 
 
+def test_a_learner_that_waits_for_a_batch_sends_commits_once_half_as_many_are_gathered() -> None:
+    session = joined_learner()
+    train_on(session, 1, 0.1, at_once=False)
+    session.tick(0.1, waiting=True)
+    assert committed(session) == []
+    train_on(session, 2, 0.1, at_once=False)
+    session.tick(0.1)
+    assert committed(session) == []
+    session.tick(0.1, waiting=True)
+    assert committed(session) == [2]
+
+
+def test_a_learner_that_joins_does_not_repeat_its_hello_for_gathered_commits() -> None:
+    session = LearnerSession("token", LIMITS)
+    session._gathered = LIMITS.gather_batches
+    session.tick(0.0, waiting=True)
+    session.take_outbox()
+    session.tick(0.1, waiting=True)
+    assert session.take_outbox() == []
+
+
 def test_the_broker_acknowledges_few_batches_together_within_gather_s() -> None:
     broker = joined_broker()
     for seq in (1, 2):
