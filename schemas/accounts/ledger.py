@@ -90,12 +90,12 @@ class Drop(StrEnum):
     GAP = "gap"
     BROKER_LOST = "broker_lost"
     WORKER_KILLED = "worker_killed"
+    OTHER = "other"
+    """A reason that only a newer peer knows."""
     BEFORE_GROUP = "before_group"
     """Settled by other consumer groups before this group began, or while a broker that had just started did not know
     the group.
     """
-    OTHER = "other"
-    """A reason that only a newer peer knows."""
 
 
 @dataclass(frozen=True, slots=True)
