@@ -295,6 +295,8 @@ def test_groups_have_books_over_lives_restarts_and_an_empty_redis(url: str, clie
         assert (watch.state.behind, watch.state.connected) == (True, False)
     assert not watch.rows[0, 5].totals.stepped, "neither the worker nor the file knows of its batch"
     fleet.hello("watch")
+    own = fleet.core.groups.by_name["watch"].store.sources
+    wait_until(lambda: fleet.core.tick(time.monotonic()) or own[0, 5].accepted, "the broker to pass over a batch")
     snapshot = fleet.seen()
     assert not snapshot.groups["watch"].state.behind
     assert counts(snapshot, "watch") == (0, 0, {"before_group": 8, "broker_lost": 2})
