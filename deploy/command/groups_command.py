@@ -1,23 +1,32 @@
-"""`headrace groups`: the consumer groups of a fleet that runs."""
+"""`headrace groups`: the consumer groups of a fleet."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
+import orjson
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
 
 from headrace.deploy.command.option_table import command
-from headrace.deploy.run.options import Asked
+from headrace.deploy.run.options import Asked, chosen_run, named_fleet, resolve_each
+from headrace.deploy.run.several_brokers import whole_run_dir
 from headrace.schemas.basics.bounds import TRAIN
+from headrace.schemas.basics.printable import printable
 from headrace.schemas.credentials.key_files import group_rule, is_group
 from headrace.schemas.errors import ConfigError, RunDirError, refusal
 
 if TYPE_CHECKING:
+    from headrace.schemas.accounts.consumer_groups import GroupRow
     from headrace.schemas.credentials.keys import ClientKeys
 
 _TIMEOUT_S = 10.0
+_COUNTS = ("behind", "oldest, s", "committed", "lost")
 
 app = typer.Typer(help="Consumer groups of a fleet.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -25,6 +34,43 @@ app = typer.Typer(help="Consumer groups of a fleet.", no_args_is_help=True, rich
 @app.callback()
 def _groups() -> None:
     """Manage the groups that read a fleet's batches beside its learner."""
+
+
+@command(
+    app,
+    "headrace groups list",
+    "headrace groups list --run-dir runs/a --json",
+    options="run_dir config as_json",
+    name="list",
+)
+def list_groups(asked: Asked, *, as_json: bool) -> None:
+    """Show each consumer group but the learner's: its reader, how far it is behind, and what it has lost."""
+    from headrace.deploy.report.audit import find_books
+    from headrace.deploy.run.redis_server import serving
+    from headrace.deploy.run.redis_view import FleetView
+    from headrace.schemas.accounts.redis_keys import FLEET, GAUGES, OF_GROUPS
+
+    for config in resolve_each(asked):
+        named = named_fleet(config)
+        run_dir = whole_run_dir(config) if named is not None else chosen_run(config.fleet.run_dir)
+        url, fleet_id = find_books(run_dir, named)
+        with serving(run_dir, url), FleetView(url, fleet_id) as view:
+            groups = {name: books.state for name, books in view.read((FLEET, GAUGES, *OF_GROUPS)).groups.items()}
+        if as_json:
+            shown = {name: {**state.model_dump(), "lost": state.lost_steps} for name, state in groups.items()}
+            typer.echo(orjson.dumps({"fleet_id": fleet_id, "groups": shown}).decode())
+        else:
+            Console().print(_table(groups, f"consumer groups of fleet {fleet_id}, in agent steps"))
+
+
+def _table(groups: Mapping[str, GroupRow], title: str) -> Table:
+    columns: list[str | Column] = ["group", "on slow", "reader", *(Column(name, justify="right") for name in _COUNTS)]
+    table = Table(*columns, title=escape(title), title_justify="left")
+    for name, state in groups.items():
+        reader = f"pid {state.pid} on {printable(state.host)}" if state.connected else "away"
+        counts = (state.lag_steps, state.oldest_s, state.committed[0], state.lost_steps)
+        table.add_row(name, state.on_slow, escape(reader), *(f"{count:,.0f}" for count in counts))
+    return table
 
 
 @command(

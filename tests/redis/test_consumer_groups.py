@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from bench.books import FLEET, STEPS, Sessions
 from headrace.broker.files.books_file import BooksFile, EndedLives
@@ -19,6 +20,7 @@ from headrace.broker.reports.mirror import MOST_ROWS_A_PART
 from headrace.broker.reports.report import MergeScript, Part, Report, read_saved_state
 from headrace.broker.reports.reporter import RedisReporter
 from headrace.deploy.annexes.chaos.deep_audit import Sources, disagreements
+from headrace.deploy.command.cli import app
 from headrace.deploy.report.audit import _as_json, audit, render, warnings
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts.consumer_groups import GroupBooks, GroupRow
@@ -74,6 +76,30 @@ def test_redis_has_the_books_of_each_group_in_parts_and_again_after_it_was_empti
         assert read_saved_state(client, fleet_id).groups == groups
         assert (audit(snapshot), snapshot.garbage) == ([], ())
         client.delete(*client.keys(f"headrace:{{{fleet_id}}}:*"))
+    assert reporter.close(30.0)
+
+
+def test_headrace_groups_list_shows_each_reader_and_what_it_lacks(
+    url: str, fleet_id: str, tmp_path: Path, make_row: MakeRow
+) -> None:
+    rows = by_life(make_row(0, 2))
+    state = GroupRow(connected=True, host="[box]", pid=7, lag_steps=1200, oldest_s=3.5, committed=(81920, 640))
+    gone = GroupRow(on_slow="wait", dropped={"overflow": (32, 2), "before_group": (64, 4)})
+    reporter = RedisReporter(url, fleet_id)
+    offer(reporter, rows, {}, watch=GroupBooks(state, rows), record=GroupBooks(gone, rows))
+    config = tmp_path / "fleet.toml"
+    config.write_text(f'[redis]\nurl = "{url}"\n[fleet]\nfleet_id = "{fleet_id}"\n')
+
+    def listed(*options: str) -> str:
+        return CliRunner().invoke(app, ["groups", "list", "--config", str(config), *options]).stdout
+
+    lines = listed().splitlines()
+    shown = {cells[1]: cells[2:-1] for line in lines if len(cells := [cell.strip() for cell in line.split("│")]) > 2}
+    assert shown["watch"] == ["drop", "pid 7 on [box]", "1,200", "4", "81,920", "0"]
+    assert shown["record"] == ["wait", "away", "0", "0", "0", "32"]
+    told = orjson.loads(listed("--json"))
+    assert (told["fleet_id"], told["groups"]["record"]["lost"]) == (fleet_id, 32)
+    assert GroupRow.model_validate_json(orjson.dumps(told["groups"]["watch"])) == state
     assert reporter.close(30.0)
 
 

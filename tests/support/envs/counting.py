@@ -163,3 +163,26 @@ def interrupting_vector(kind: Any, config: Any) -> Any:
         return env
 
     return kind([partial(build, index) for index in range(4)])
+
+
+class Numbered(gym.Env[Any, Any]):
+    """Observation: (a random number of this env's life, a count of all its observations), so that no two are equal."""
+
+    observation_space: Any = gym.spaces.Box(0.0, 1e15, (2,), np.float64)
+    action_space: Any = gym.spaces.Discrete(2)
+
+    def __init__(self, config: Any = None) -> None:
+        self.life, self.count, self.left = int.from_bytes(os.urandom(6), "little"), 0, 0
+
+    def observe(self) -> Any:
+        self.count += 1
+        return np.array([self.life, self.count], np.float64)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.left = int(self.np_random.integers(3, 60))
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, Any]:
+        self.left -= 1
+        return self.observe(), 1.0, self.left <= 0, False, {}
