@@ -199,6 +199,7 @@ BOUNDED_BY_THE_MESSAGE = {
     "EpisodeAnswer": "task",
     "EpisodeStep": "reward info",
     "Fenced": "detail",
+    "GroupHello": "position held host",
     "Heartbeat": "counters",
     "LearnerHello": "position held host",
     "LearnerRow": "values",
