@@ -125,7 +125,7 @@ def test_each_consumer_group_has_a_line() -> None:
     lines = text_of(head(fleet_state(Facts(1000.0, Snapshot(groups=groups)), []), {}, 140)).splitlines()
     assert [line for line in lines if line.startswith("group ")] == [
         r"group        record (wait): /r\x1b.py, pid 7 on box; lag 5,120 steps, committed 81,920, lost 64",
-        "group        watch (drop): no reader yet, not connected; lag 0 steps, committed 0, lost 0",
+        "group        watch (drop): no reader; lag 0 steps, committed 0, lost 0",
     ]
     assert "group" not in text_of(head(fleet_state(Facts(1000.0, Snapshot()), []), {}, 140))
 

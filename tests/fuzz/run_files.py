@@ -103,7 +103,12 @@ class RunFiles:
         assert folded is not None
         row = ROW.model_copy(update={"incarnation": 4})
         BooksFile(self.folder, FLEET).write(
-            EndedLives(folded={3: folded}, rows=[row], counters=[{"accepted_bytes_total": 90}])
+            EndedLives(
+                folded={3: folded},
+                rows=[row],
+                counters=[{"accepted_bytes_total": 90}],
+                groups={"record": EndedLives(folded={3: folded}, rows=[row], counters=[{}])},
+            )
         )
         sums = {"past": SumsOfLife(sums={"wins": 2.0})}
         failures = EnvErrorRow(kind="env_exception", count=2, slots=[3], lives={"3/2": 2})

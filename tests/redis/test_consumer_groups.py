@@ -15,10 +15,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bench.books import FLEET, STEPS, Sessions
-from headrace.broker.files.books_file import BooksFile
+from headrace.broker.files.books_file import BooksFile, EndedLives
 from headrace.broker.reports.mirror import MOST_ROWS_A_PART
 from headrace.broker.reports.report import MergeScript, Part, Report, read_saved_state
 from headrace.broker.reports.reporter import RedisReporter
+from headrace.deploy.annexes.chaos.deep_audit import Sources, disagreements
 from headrace.deploy.command.cli import app
 from headrace.deploy.report.audit import _as_json, audit, render, warnings
 from headrace.deploy.run.redis_view import FleetView, Snapshot
@@ -231,6 +232,20 @@ def test_the_audit_shows_groups_only_where_there_are_any(make_row: MakeRow) -> N
     assert told[1]["groups"]["record"]["state"]["oldest_s"] == 90.0
 
 
+def test_the_deep_audit_compares_each_group_with_the_file_of_ended_lives(make_row: MakeRow) -> None:
+    ended = make_row(0, 1, 5, 5, closed=True)
+    own = EndedLives(rows=[ended], counters=[{}])
+    rows = by_life(ended)
+    ledger = Snapshot(reported_unix_s=1.0, rows=rows, groups={"record": GroupBooks(rows=rows)})
+
+    def of_the_file(file: EndedLives) -> list[str]:
+        found = disagreements(Sources(books=file, books_after=file, ledger=ledger))
+        return [one.partition(" has ")[0] for one in found if "books.json" in one]
+
+    assert of_the_file(own.model_copy(update={"groups": {"record": own}})) == []
+    assert of_the_file(own) == ["group record: slot 0: books.json"]
+
+
 class Readers(Sessions):
     """A broker with a learner that commits all, and readers of other groups, which commit when they are told to."""
 
@@ -321,6 +336,8 @@ def test_groups_have_books_over_lives_restarts_and_an_empty_redis(url: str, clie
         assert (watch.state.behind, watch.state.connected) == (True, False)
     assert not watch.rows[0, 5].totals.stepped, "neither the worker nor the file knows of its batch"
     fleet.hello("watch")
+    own = fleet.core.groups.by_name["watch"].store.sources
+    wait_until(lambda: fleet.core.tick(time.monotonic()) or own[0, 5].accepted, "the broker to pass over a batch")
     snapshot = fleet.seen()
     assert not snapshot.groups["watch"].state.behind
     assert counts(snapshot, "watch") == (0, 0, {"before_group": 8, "broker_lost": 2})

@@ -225,10 +225,9 @@ def _of_sums(sources: Sources) -> Iterator[str]:
     """Yield a sentence for each slot whose ended lives have other sums in Redis than in books.json."""
     if sources.books is None or sources.books_after is None:
         return
-    files, ledger = (sources.books, sources.books_after), sources.ledger
-    yield from _sums_differ(*files, ledger.folded, ledger.rows)
-    for name, own in ledger.groups.items():
-        before, after = (books.groups.get(name, EndedLives()) for books in files)
+    yield from _sums_differ(sources.books, sources.books_after, sources.ledger.folded, sources.ledger.rows)
+    for name, own in sources.ledger.groups.items():
+        before, after = (books.groups.get(name, EndedLives()) for books in (sources.books, sources.books_after))
         found = _sums_differ(before, after, own.folded, own.rows)
         yield from (f"group {name}: {difference}" for difference in found)
 

@@ -219,8 +219,8 @@ def _tasks(document: Document, most: int) -> Iterator[Text]:
 
 def _groups(document: Document) -> Iterator[Text]:
     for one in document["groups"]:
-        who = one["reader"] or "no reader yet"
-        said = f"{one['group']} ({one['on_slow']}): {who}{'' if one['connected'] else ', not connected'}"
+        gone = ", not connected" if one["reader"] and not one["connected"] else ""
+        said = f"{one['group']} ({one['on_slow']}): {one['reader'] or 'no reader'}{gone}"
         said += f"; lag {one['lag_steps']:,} steps, committed {one['committed'][0]:,}, lost {one['lost']:,}"
         yield Text("group        ", style="dim").append(_line(said), style="" if one["connected"] else "yellow")
 
