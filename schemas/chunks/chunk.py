@@ -220,20 +220,22 @@ def to_episode(chunks: Iterable[EpisodeChunk]) -> EpisodeChunk:
     if not parts:
         raise ChunkError("no chunk was given to make an episode of")
     for before, after in pairwise(parts):
-        check_adjacent(before, after)
+        _check_adjacent(before, after)
     first, last = parts[0], parts[-1]
     bodies = [chunk for chunk in parts if len(chunk)] or [first]
+    heads = [map_arrays(lambda array: array[:-1], chunk.obs) for chunk in bodies[:-1]]
+    shared = [name for name in bodies[0].columns if all(name in chunk.columns for chunk in bodies)]
     return replace(
         first,
-        obs=join_observations([chunk.obs for chunk in bodies]),
-        actions=join_columns([chunk.actions for chunk in bodies]),
+        obs=_joined([*heads, bodies[-1].obs]),
+        actions=_joined([chunk.actions for chunk in bodies]),
         rewards=np.concatenate([chunk.rewards for chunk in bodies]),
         weights_seq=np.concatenate([chunk.weights_seq for chunk in bodies]),
         env_t=np.concatenate([chunk.env_t for chunk in bodies]),
         end=last.end,
         end_reason=last.end_reason,
-        columns=join_shared([chunk.columns for chunk in bodies]),
-        infos=join_infos(bodies),
+        columns=_joined([{name: chunk.columns[name] for name in shared} for chunk in bodies]),
+        infos=_joined_infos(bodies),
         explore=any(chunk.explore for chunk in bodies),
         random_actions=any(chunk.random_actions for chunk in bodies),
         learner_epoch=last.learner_epoch,
@@ -253,24 +255,12 @@ def map_arrays(change: Callable[..., Any], *trees: Any) -> Any:
     return change(*trees)
 
 
-def join_columns(parts: Sequence[Any]) -> Any:
-    """Join step columns (T, ...) one after another, keeping their nesting."""
+def _joined(parts: Sequence[Any]) -> Any:
+    """Join arrays one after another, keeping their nesting."""
     return map_arrays(lambda *arrays: np.concatenate(arrays), *parts)
 
 
-def join_shared(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    """Join the step columns that all parts have."""
-    shared = [name for name in parts[0] if all(name in part for part in parts)]
-    return {name: np.concatenate([part[name] for part in parts]) for name in shared}
-
-
-def join_observations(parts: Sequence[Any]) -> Any:
-    """Join observation columns (T+1, ...); the last observation of each part is the first of the next."""
-    heads = [map_arrays(lambda array: array[:-1], part) for part in parts[:-1]]
-    return join_columns([*heads, parts[-1]])
-
-
-def join_infos(chunks: Sequence[EpisodeChunk]) -> list[dict[str, Any]]:
+def _joined_infos(chunks: Sequence[EpisodeChunk]) -> list[dict[str, Any]]:
     """Join the infos of T+1 observations each; return an empty list when no chunk has any."""
     if not any(chunk.infos for chunk in chunks):
         return []
@@ -282,7 +272,7 @@ def join_infos(chunks: Sequence[EpisodeChunk]) -> list[dict[str, Any]]:
     return joined
 
 
-def check_adjacent(before: EpisodeChunk, after: EpisodeChunk) -> None:
+def _check_adjacent(before: EpisodeChunk, after: EpisodeChunk) -> None:
     """Raise `ChunkError` unless `after` goes on where `before` was cut."""
     for name in ("episode_id", "agent_id", "module_id"):
         ours, theirs = getattr(before, name), getattr(after, name)
@@ -309,7 +299,7 @@ def _check_seam(before: EpisodeChunk, after: EpisodeChunk) -> None:
         ours = {name: column for name, column in ours.items() if name in theirs}
         theirs = {name: theirs[name] for name in ours}
     _check_alike("columns", ours, theirs, before, after)
-    last, first = dict(named_arrays(before.obs, "obs")), dict(named_arrays(after.obs, "obs"))
+    last, first = dict(_named_arrays(before.obs, "obs")), dict(_named_arrays(after.obs, "obs"))
     for name, column in last.items():
         newest, oldest = column[-1], first[name][0]
         if not np.array_equal(newest, oldest, equal_nan=column.dtype.kind == "f"):
@@ -320,8 +310,8 @@ def _check_seam(before: EpisodeChunk, after: EpisodeChunk) -> None:
 
 
 def _check_alike(what: str, ours: Any, theirs: Any, before: EpisodeChunk, after: EpisodeChunk) -> None:
-    mine = {name: (array.dtype.str, array.shape[1:]) for name, array in named_arrays(ours, what)}
-    other = {name: (array.dtype.str, array.shape[1:]) for name, array in named_arrays(theirs, what)}
+    mine = {name: (array.dtype.str, array.shape[1:]) for name, array in _named_arrays(ours, what)}
+    other = {name: (array.dtype.str, array.shape[1:]) for name, array in _named_arrays(theirs, what)}
     for name in sorted(mine.keys() | other.keys()):
         if mine.get(name) != other.get(name):
             raise ChunkError(
@@ -330,13 +320,13 @@ def _check_alike(what: str, ours: Any, theirs: Any, before: EpisodeChunk, after:
             )
 
 
-def named_arrays(tree: Any, name: str) -> Iterator[tuple[str, NDArray[Any]]]:
+def _named_arrays(tree: Any, name: str) -> Iterator[tuple[str, NDArray[Any]]]:
     """Yield the arrays of a tree with their column names; `name` is that of its root."""
     if isinstance(tree, dict):
         for key, part in tree.items():
-            yield from named_arrays(part, f"{name}/{key}")
+            yield from _named_arrays(part, f"{name}/{key}")
     elif isinstance(tree, tuple):
         for index, part in enumerate(tree):
-            yield from named_arrays(part, f"{name}/{index}")
+            yield from _named_arrays(part, f"{name}/{index}")
     else:
         yield name, tree

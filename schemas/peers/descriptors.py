@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from typing import Protocol
+from contextlib import suppress
+from typing import Any
 
 _RESET = struct.pack("ii", 1, 0)
 """The value of SO_LINGER with which libzmq's close resets the connection, so that no buffer outlives it."""
@@ -22,17 +23,10 @@ _FAMILY = socket.AF_INET6
 """Has room for the addresses of both families. The kernel knows the descriptor's own."""
 
 
-class Frame(Protocol):
-    """A frame that was received without a copy."""
+def source_of(frame: Any) -> int:
+    """Return the descriptor of the connection on which a ZeroMQ frame came, which was received without a copy.
 
-    def get(self, option: int) -> int | bytes | str:
-        """Return a property of the frame's message. Raises OSError, in pyzmq's form, if there is none."""
-
-
-def source_of(frame: Frame) -> int:
-    """Return the descriptor of the connection on which a frame came; -1 for a peer of ZMTP 2 and before.
-
-    Headrace's own peers speak ZMTP 3.
+    -1 for a peer of ZMTP 2 and before. Headrace's own peers speak ZMTP 3.
     """
     try:
         return int(frame.get(_SRCFD))
@@ -84,16 +78,9 @@ def shut_down(fd: int, peer: tuple[str, int]) -> bool:
 
     Work on a copy of the descriptor, since libzmq may close its own between the check and the shutdown.
     """
-    try:
-        copy = socket.socket(_FAMILY, socket.SOCK_STREAM, 0, fileno=os.dup(fd))
-    except OSError:
-        return False
-    with copy:
-        try:
-            if _address(copy) != peer:
-                return False
+    with suppress(OSError), socket.socket(_FAMILY, socket.SOCK_STREAM, 0, fileno=os.dup(fd)) as copy:
+        if _address(copy) == peer:
             copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             copy.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return False
-    return True
+            return True
+    return False

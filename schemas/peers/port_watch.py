@@ -16,7 +16,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.peers.descriptors import byte_counts, peer_in_words, peer_of, shut_down
@@ -40,37 +40,17 @@ _OWN_FILES = 256
 """Descriptors that a process needs in addition to connections."""
 
 
-class Watched(Protocol):
-    """A ZeroMQ socket."""
-
-    def disable_monitor(self) -> None:
-        """End the monitor of the socket."""
-
-
-class Monitor(Protocol):
-    """The monitor of a ZeroMQ socket, as its `get_monitor_socket(WATCH_EVENTS)` returns it."""
-
-    def poll(self, timeout: int) -> int:
-        """Wait for a message, at most `timeout` ms. Return 0 if none came."""
-
-    def recv_multipart(self) -> list[bytes]:
-        """Wait for the next message, and return it."""
-
-    def close(self, linger: int) -> None:
-        """Close the monitor's end."""
-
-
 class PortWatch:
     """Watches one bound socket, which the caller has given a monitor, from a thread of its own until `close`.
 
-    With `by_key`, it looks at what peers send before their handshake is done. `on_failed_handshake` is called with
-    (event, value) in the watch's thread.
+    `monitor` is what the socket's `get_monitor_socket(WATCH_EVENTS)` returns. With `by_key`, the watch looks at what
+    peers send before their handshake is done. `on_failed_handshake` is called with (event, value) in the watch's thread.
     """
 
     def __init__(
         self,
         name: str,
-        monitor: Monitor,
+        monitor: Any,
         most_connections: int,
         on_failed_handshake: Callable[[int, int], None] = lambda event, value: None,
         *,
@@ -88,8 +68,8 @@ class PortWatch:
         self._thread = threading.Thread(target=self._run, name=f"watch of {name}", daemon=True)
         self._thread.start()
 
-    def close(self, socket: Watched) -> None:
-        """Stop the monitor of `socket`, the one that is watched, and wait for the end of the watch."""
+    def close(self, socket: Any) -> None:
+        """Stop the monitor of the ZeroMQ socket that is watched, and wait for the end of the watch."""
         socket.disable_monitor()
         self._thread.join()
 
