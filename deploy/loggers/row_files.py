@@ -7,6 +7,7 @@ removed. A full disk only delays rows: they are written when there is room again
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,6 @@ log = logging.getLogger("headrace.supervisor")
 
 MOST_WAITING = 10_000
 """Most rows that may wait for room on the disk. Beyond it the oldest are dropped."""
-_BLOCK = 1 << 16
 
 
 class FileLogger:
@@ -126,17 +126,9 @@ def _cut_torn_line(path: Path) -> None:
     """Remove the text after the last newline: a machine that went down may have left half a line."""
     try:
         with open(path, "r+b", opener=opener) as file:
-            end = file.seek(0, os.SEEK_END)
-            at = end
-            while at:
-                start = max(0, at - _BLOCK)
-                file.seek(start)
-                newline = file.read(at - start).rfind(b"\n")
-                if newline >= 0:
-                    at = start + newline + 1
-                    break
-                at = start
-            if at < end:
-                file.truncate(at)
+            if end := file.seek(0, os.SEEK_END):
+                with mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as text:
+                    whole = text.rfind(b"\n") + 1
+                file.truncate(whole)
     except FileNotFoundError:
         return

@@ -50,16 +50,11 @@ class EvaluationLog:
 
     def append(self, told: dict[str, Any]) -> None:
         """Append one evaluation, in one write. Raises `RunDirError`."""
-        with writing(self.path, "an evaluation"), open(self.path, "ab", buffering=0, opener=opener) as file:
-            if file.tell() and not self._ends_with_a_line():
+        with writing(self.path, "an evaluation"), open(self.path, "a+b", buffering=0, opener=opener) as file:
+            if (end := file.seek(0, os.SEEK_END)) and os.pread(file.fileno(), 1, end - 1) != b"\n":
                 file.write(b"\n")  # a writer was killed while it wrote a line
             file.write(orjson.dumps(told) + b"\n")
             os.fsync(file.fileno())
-
-    def _ends_with_a_line(self) -> bool:
-        with self.path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read() == b"\n"
 
     def take_new(self) -> list[dict[str, Any]]:
         """Return the evaluations that were appended since the last call; the first time, all of them."""

@@ -82,23 +82,17 @@ def read_fleet_file(path: Path) -> FleetFile:
     try:
         return FleetFile.model_validate_json(read_regular(path))
     except OSError as error:
-        why = f"it has no fleet.json to read ({error.strerror})" if path.parent.is_dir() else "there is no such folder"
+        why = f"it has no {path.name} to read ({error.strerror})" if path.parent.is_dir() else "there is no such folder"
         raise RunDirError(str(path.parent), why) from error
     except ValidationError as error:
-        raise RunDirError(str(path.parent), f"its fleet.json is damaged ({error.errors()[0]['msg']})") from error
+        raise RunDirError(str(path.parent), f"its {path.name} is damaged ({error.errors()[0]['msg']})") from error
 
 
 def read_addresses(run_dir: Path) -> tuple[str, dict[str, str]]:
     """Return (fleet id, endpoints) of the fleet in this directory, or of a broker that was started alone."""
-    path = run_dir / "broker.json"
-    if path.exists() and not (run_dir / "fleet.json").exists():
-        try:
-            broker = _BrokerFile.model_validate_json(read_regular(path))
-        except ValidationError as error:
-            raise RunDirError(str(run_dir), "its broker.json is damaged") from error
-        return broker.fleet_id, broker.endpoints
-    fleet = read_fleet_file(run_dir / "fleet.json")
-    return fleet.fleet_id, fleet.endpoints
+    fleet, broker = run_dir / "fleet.json", run_dir / "broker.json"
+    found = read_fleet_file(broker if broker.exists() and not fleet.exists() else fleet)
+    return found.fleet_id, found.endpoints
 
 
 @contextmanager
@@ -119,25 +113,20 @@ def told_as_starting(run_dir: RunDir) -> Iterator[None]:
         raise
 
 
-class _BrokerFile(BaseModel):
-    fleet_id: str
-    endpoints: dict[str, str]
-
-
 def continue_fleet(run_dir: RunDir, fleet_id: str) -> FleetFile:
     """Return the file of a new fleet that continues the earlier run in the directory.
 
     It keeps the fleet id unless `fleet_id` names another. Its incarnations are at least the highest ever used there.
     """
-    before = read_fleet_file(run_dir.fleet_json) if run_dir.fleet_json.exists() else None
-    incarnations = dict(before.incarnations) if before else {}
+    new = FleetFile(fleet_id=f"fleet-{secrets.token_hex(4)}")
+    page = read_fleet_file(run_dir.fleet_json) if run_dir.fleet_json.exists() else new
+    incarnations = dict(page.incarnations)
     for (slot, incarnation), _ in recorders_in(run_dir.recorders):
         name = f"worker-{slot}"
         incarnations[name] = max(incarnations.get(name, 0), incarnation)
-    kept = before.fleet_id if before else f"fleet-{secrets.token_hex(4)}"
     return FleetFile(
-        fleet_id=fleet_id or kept,
+        fleet_id=fleet_id or page.fleet_id,
         incarnations=incarnations,
-        env_steps=before.env_steps if before else 0,
-        best_return=before.best_return if before else None,
+        env_steps=page.env_steps,
+        best_return=page.best_return,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zmq
 
-from headrace.schemas.basics.run_files import sync_folder
+from headrace.schemas.basics.run_files import replace_private, sync_folder
 from headrace.schemas.credentials.key_files import (
     PeerKey,
     group_rule,
@@ -43,9 +43,7 @@ def make_keys(folder: Path, *, force: bool = False) -> None:
     """
     _check_curve(folder)
     with writing_keys(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (mode := folder.stat().st_mode & 0o777) & 0o077:
-            raise KeysError(str(folder), f"others may look into it (mode {mode:04o}); chmod 700 {folder}")
+        make_private_folder(folder)
         paths = [folder / f"{role}.{half}" for role in ROLES for half in ("secret", "public")] + [folder / TOKEN_FILE]
         there = [path.name for path in paths if path.exists()]
         if there and not force:
@@ -91,7 +89,8 @@ def revoke_key(folder: Path, role: str, group: str) -> tuple[PeerKey, Path]:
     key = read_public_key(path)
     revoked = folder / f"{name}.{key.fingerprint}.revoked"
     with writing_keys(folder):
-        _replace(revoked, key_file(role, key.public, group=group))
+        replace_private(revoked, key_file(role, key.public, group=group).encode(), 0o644)
+        sync_folder(folder)
         path.unlink()
         secret = folder / f"{name}.secret"
         if secret.exists() and read_key_file(secret)["public"].encode() == key.public:
@@ -197,15 +196,11 @@ def _write_new(path: Path, text: str, mode: int) -> None:
         os.fsync(file.fileno())
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file that all may read, in one step, and wait until it and its name are on the disk."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        _write_new(aside, text, 0o644)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    sync_folder(path.parent)
+def make_private_folder(folder: Path) -> None:
+    """Make a folder that no other user can look into. Raises `KeysError` for one that others can, and `OSError`."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if (mode := folder.stat().st_mode & 0o777) & 0o077:
+        raise KeysError(str(folder), f"others may look into it (mode {mode:04o}); chmod 700 {folder}")
 
 
 def where_to_copy(folder: Path, key: PeerKey) -> str:

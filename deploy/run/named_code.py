@@ -71,9 +71,10 @@ def with_found(asked: Asked, found: Path | None, *, with_loggers: bool = False) 
     asked = replace(asked, config=found)
     config = asked.settings
     if not is_sealed(found):
-        typed = set(_texts([parse_sets(asked.sets or ()), asked.flags, values_of_environment()]))
+        known = {*OWN, *allow, *_texts([parse_sets(asked.sets or ()), asked.flags, values_of_environment()])}
         named = [one for one in names_in(config) if with_loggers or one[0] != "logging.loggers"]
-        foreign = [(key, name) for key, name in named if not (name in typed or _may_be_built(key, name, allow))]
+        named = [(key, name) for key, name in named if name not in known]
+        foreign = [one for one in named if one[0] != "sampling.env" or not _needs_no_import(one[1])]
         if foreign:
             raise _foreign_code_error(str(found), foreign)
     return asked
@@ -131,10 +132,6 @@ def _texts(tree: Any) -> Iterator[str]:
     elif isinstance(tree, list | tuple):
         for part in tree:
             yield from _texts(part)
-
-
-def _may_be_built(key: str, name: str, allow: Sequence[str]) -> bool:
-    return name in OWN or name in allow or (key == "sampling.env" and _needs_no_import(name))
 
 
 def _needs_no_import(env: str) -> bool:

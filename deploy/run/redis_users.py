@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from headrace.broker.redis.commands import READER, USERS, WRITER, user_name, user_rules
-from headrace.deploy.run.key_pairs import writing_keys
+from headrace.deploy.run.key_pairs import make_private_folder, writing_keys
 from headrace.deploy.run.options import named_redis
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, KeysError
@@ -29,9 +29,7 @@ def make_users(folder: Path, fleet_id: str, *, force: bool = False) -> list[str]
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", fleet_id):
         raise ConfigError("name the fleet, by letters, digits, dots, - and _", key="--fleet-id")
     with writing_keys(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if mode := folder.stat().st_mode & 0o077:
-            raise KeysError(str(folder), f"others may look into it (mode {mode:03o} for them); chmod 700 {folder}")
+        make_private_folder(folder)
         return [_make_user(folder, fleet_id, user, force=force) for user in USERS]
 
 

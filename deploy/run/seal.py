@@ -11,12 +11,11 @@ import hmac
 import logging
 import os
 import secrets
-import stat
 from contextlib import suppress
 from pathlib import Path
 
 from headrace.deploy.run.run_dir import write_private
-from headrace.schemas.basics.run_files import read_regular, user_state_folder
+from headrace.schemas.basics.run_files import opener, read_regular, replace_private, user_state_folder
 
 log = logging.getLogger("headrace.deploy")
 
@@ -66,29 +65,22 @@ def _key() -> bytes | None:
     path = _key_path()
     if path is None:
         return None
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    with os.fdopen(descriptor, "rb") as file:
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
-            log.warning("%s is not used: it should be a file of this user that others cannot read", path)
-            return None
-        key = file.read(_KEY_BYTES + 1)
-    return key if len(key) == _KEY_BYTES else None
+    with suppress(OSError), open(path, "rb", opener=opener) as file:
+        about, key = os.fstat(file.fileno()), file.read(_KEY_BYTES + 1)
+        if about.st_uid == os.geteuid() and not about.st_mode & 0o077:
+            return key if len(key) == _KEY_BYTES else None
+        log.warning("%s is not used: it should be a file of this user that others cannot read", path)
+    return None
 
 
 def _new_key() -> bytes | None:
     path = _key_path()
     if path is None or path.exists():
         return None
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(_KEY_BYTES))
+        replace_private(aside, secrets.token_bytes(_KEY_BYTES))
         with suppress(FileExistsError):  # another process of this user made the key first: both read that one
             os.link(aside, path)
         aside.unlink()
