@@ -99,7 +99,11 @@ def choose_checkpoint(path: Path, url: str, fleet_id: str, snapshot: Snapshot | 
     Reads each one whole. `snapshot` is the ledger with which the fleet goes on. Raises `RunDirError` when the folder
     cannot be written to.
     """
-    local, damage = _read_local(path)
+    snapshot, damage = snapshot or Snapshot(), ""
+    try:
+        local = load_checkpoint(path)
+    except (CheckpointError, OSError) as error:
+        local, damage = None, str(error)
     copy = _read_copy(url, fleet_id, newer_than=version_of(local))
     name = path.name
     if isinstance(copy, str):
@@ -119,13 +123,6 @@ def choose_checkpoint(path: Path, url: str, fleet_id: str, snapshot: Snapshot | 
         sentence = f"{has}; going on from the one in Redis, {_in_words(chosen)}, {_written(about, snapshot)}"
     settled = settled_by_life(chosen.position, fleet_id)
     return StartingPoint(chosen.epoch, settled, sentence + _trained_after(settled, snapshot))
-
-
-def _read_local(path: Path) -> tuple[Checkpoint | None, str]:
-    try:
-        return load_checkpoint(path), ""
-    except (CheckpointError, OSError) as error:
-        return None, str(error)
 
 
 def _read_copy(url: str, fleet_id: str, newer_than: Version) -> CopyInRedis | str:
@@ -168,20 +165,20 @@ def _in_words(checkpoint: Checkpoint) -> str:
     return f"save {checkpoint.saves:,} of learner epoch {checkpoint.epoch}"
 
 
-def _written(about: AboutCopy, snapshot: Snapshot | None) -> str:
+def _written(about: AboutCopy, snapshot: Snapshot) -> str:
     """Return when the copy was written, before the fleet's last report to Redis."""
     if not about.env_steps:  # written by a learner that was started alone, which does not know the env steps
         return time.strftime("written at %Y-%m-%d %H:%M:%S", time.localtime(about.saved_unix_s))
     at = f"at env step {about.env_steps:,}"
-    end = snapshot.reported_unix_s if snapshot is not None else None
+    end = snapshot.reported_unix_s
     return at if end is None else f"written {max(0.0, end - about.saved_unix_s):.0f} s before the end, {at}"
 
 
-def _trained_after(settled: Mapping[tuple[int, int], Settled], snapshot: Snapshot | None) -> str:
+def _trained_after(settled: Mapping[tuple[int, int], Settled], snapshot: Snapshot) -> str:
     """Return a part of a sentence on the steps that were committed after the checkpoint was saved; "" for none."""
-    rows = snapshot.rows if snapshot is not None else {}
     steps = sum(
-        max(0, row.settled.committed[0] - settled.get(life, Settled()).committed[0]) for life, row in rows.items()
+        max(0, row.settled.committed[0] - settled.get(life, Settled()).committed[0])
+        for life, row in snapshot.rows.items()
     )
     if not steps:
         return ""
@@ -293,13 +290,11 @@ class CheckpointCopier:
         except OSError:
             return False  # the learner is replacing the file
         about = AboutCopy(digest=_digest(data), saved_unix_s=saved_unix_s, env_steps=self._env_steps())
-        answer = self._shelf.store(version, [data], about.model_dump_json().encode(), self._spend)
+        told = about.model_dump_json().encode()
+        answer = self._shelf.store(version, [data], told, lambda nbytes: self._budget.spend(nbytes, time.monotonic()))
         if answer == "older" and self._shelf.version() != version:
             self._say("Redis has a newer one, which another learner of this fleet saved")
         return answer != "moved"
-
-    def _spend(self, nbytes: int) -> None:
-        self._budget.spend(nbytes, time.monotonic())
 
     def _say(self, why: str) -> None:
         if not self._told:

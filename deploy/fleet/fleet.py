@@ -159,7 +159,7 @@ class Fleet:
         poller = self._poller
         return Facts(
             unix_s=time.time(),
-            snapshot=self.snapshot or Snapshot(),
+            snapshot=self.snapshot,
             processes=self.processes(),
             redis_error=poller.error if poller is not None and self.redis_age_s > STALE_S else "",
             redis_age_s=self.redis_age_s,
@@ -171,9 +171,9 @@ class Fleet:
         )
 
     @property
-    def snapshot(self) -> Snapshot | None:
-        """Return the newest numbers from Redis; None when none were ever read."""
-        return self._poller.snapshot if self._poller else None
+    def snapshot(self) -> Snapshot:
+        """Return the newest numbers from Redis. They are empty, and without the fleet's name, when none were read."""
+        return (self._poller.snapshot if self._poller else None) or Snapshot()
 
     @property
     def redis_age_s(self) -> float:
@@ -192,7 +192,7 @@ class Fleet:
     def numbers(self) -> RunNumbers:
         """Return the newest numbers by which goals are judged."""
         seen = self.snapshot
-        return RunNumbers.of(seen.gauges, seen.totals, seen.policies) if seen else RunNumbers()
+        return RunNumbers.of(seen.gauges, seen.totals, seen.policies)
 
     @property
     def stop_asked(self) -> bool:
@@ -318,7 +318,7 @@ class Fleet:
             return
         self._process_reporter = ProcessReporter(url, self.fleet_id, self.processes, self._lease)
         self._choose_checkpoint(url)
-        steps = steps_at_start(self.snapshot or Snapshot(), self._ended_lives(), self.run_dir.recorders)
+        steps = steps_at_start(self.snapshot, self._ended_lives(), self.run_dir.recorders)
         self.numbers_before = replace(self.numbers(), steps=steps)
 
     def _await_books(self, poller: SnapshotPoller, url: str) -> None:
@@ -344,7 +344,7 @@ class Fleet:
 
     def _known(self) -> BrokerState:
         """Return the highest learner epoch and incarnations that Redis, the checkpoint and the recorders know."""
-        snapshot, incarnations = self.snapshot or Snapshot(), dict[int, int]()
+        snapshot, incarnations = self.snapshot, dict[int, int]()
         recorded = [life for life, _ in recorders_in(self.run_dir.recorders)]
         known = (*snapshot.incarnations.items(), *snapshot.rows, *self._starting_point.settled, *recorded)
         for slot, incarnation in known:
@@ -353,19 +353,15 @@ class Fleet:
         epoch = max(int(snapshot.lease.get("epoch", 0)), self._starting_point.epoch)
         return BrokerState(epoch=epoch if epoch < MOST_EPOCH else 0, incarnations=incarnations)
 
-    def _max_env_steps(self) -> int | None:
-        """Return the env steps of the fleet's whole life at which workers pause; None without such a goal."""
-        until = self.config.fleet.until_steps
-        return None if until is None else self.numbers_before.steps + until
-
     def _start_broker(self) -> None:
         endpoints = first_endpoints(self.config.broker, self.run_dir.path)
         _write_endpoints(self.run_dir.path, self.fleet_id, endpoints, self._known())
         if not self.config.broker.host:
             self._note_endpoints(endpoints.model_dump())
-        self.supervisor.start(
-            child_commands.broker(self.run_dir.config_json, self.run_dir.path, self.fleet_id, self._max_env_steps())
-        )
+        until = self.config.fleet.until_steps
+        pause_at = None if until is None else self.numbers_before.steps + until  # env steps of the fleet's whole life
+        path, where = self.run_dir.config_json, self.run_dir.path
+        self.supervisor.start(child_commands.broker(path, where, self.fleet_id, pause_at))
 
     def _await_broker(self) -> None:
         self.wait(lambda: self._file_of_running_broker() is not None, BROKER_DEADLINE_S, "the broker to serve")
@@ -496,13 +492,13 @@ class Fleet:
             self._follow_scale()
 
     def _delete_stored_recorders(self) -> None:
-        if self._obituary_sender is not None and self.snapshot is not None:
+        if self._obituary_sender is not None:
             self._obituary_sender.delete_stored(self.snapshot.rows, self.snapshot.folded)
 
     def _workers_have_left(self) -> bool:
         """Return whether all workers' lives are closed in the books, or no broker or Redis reports them any more."""
         nobody_tells = self.supervisor.gone(Role.BROKER) or self.redis_age_s > STALE_S
-        return nobody_tells or self.snapshot is None or all(row.closed for row in self.snapshot.rows.values())
+        return nobody_tells or all(row.closed for row in self.snapshot.rows.values())
 
     def _await_commits(self) -> None:
         """Wait while a learner that this fleet did not start still settles the broker's batches, or computes on them.
@@ -510,7 +506,7 @@ class Fleet:
         A learner that waits for more batches gets none, so it never settles those of an update that it cannot fill.
         """
         news_s = 2 * (self.config.broker.report_interval_s + INTERVAL_S)  # the gauge may be older than the drain
-        limit_s, lease = self.config.supervisor.stop_timeout_s, self.snapshot.lease if self.snapshot else {}
+        limit_s, lease = self.config.supervisor.stop_timeout_s, self.snapshot.lease
         whom = f"{named_learner(lease) or 'the learner'} to commit the batches that the broker holds"
         began = changed = time.monotonic()
         last = self._held_batches()
@@ -533,12 +529,12 @@ class Fleet:
 
     def _learner_computes(self) -> bool:
         """Return whether, by the broker's last report, a learner is connected and does not wait for batches."""
-        lease = self.snapshot.lease if self.snapshot and not self.supervisor.gone(Role.BROKER) else {}
-        return bool(lease.get("connected")) and not lease.get("waiting")
+        lease = self.snapshot.lease
+        return bool(lease.get("connected") and not lease.get("waiting")) and not self.supervisor.gone(Role.BROKER)
 
     def _held_batches(self) -> float | None:
         """Return the batches accepted and not settled, as the broker last reported; None when it never did."""
-        return self.snapshot.gauges.get("held_batches") if self.snapshot else None
+        return self.snapshot.gauges.get("held_batches")
 
     def _stop(self, role: Role) -> None:
         self.supervisor.stop(role)

@@ -115,7 +115,7 @@ def up(
                 try:
                     fleet.start()
                     outcome.start = fleet.numbers_before
-                    outcome.errors_told.update(fleet.snapshot.errors if fleet.snapshot else ())
+                    outcome.errors_told.update(fleet.snapshot.errors)
                     _announce(fleet, origin, earlier, changes)
                     service_manager().ready()
                     with ProgressDisplay(sys.stderr if as_json else sys.stdout) as progress:
@@ -130,7 +130,7 @@ def up(
                 _warn_of_errors(fleet, outcome)
             outcome.failure = outcome.failure or fleet.supervisor.failure
             summary = _summarise(fleet.fleet_id, run_dir, outcome, fleet)
-            facts.finish(summary, fleet.supervisor.services.values(), fleet.snapshot or Snapshot())
+            facts.finish(summary, fleet.supervisor.services.values(), fleet.snapshot)
             return summary
 
 
@@ -157,8 +157,7 @@ def _announce(fleet: Fleet, origin: str, earlier: EarlierRun | None, changes: li
             log.info("changed for this run: %s", change)
     if page := fleet.endpoints.get("dashboard"):
         log.info("dashboard: %s", page)
-    lease = fleet.snapshot.lease if fleet.snapshot is not None else {}
-    for line in how_to_connect(fleet.config, fleet.endpoints, fleet.run_dir.path, fleet.fleet_id, lease):
+    for line in how_to_connect(fleet.config, fleet.endpoints, fleet.run_dir.path, fleet.fleet_id, fleet.snapshot.lease):
         log.info("%s", line)
     if fleet.config.broker.allow_insecure and not fleet.config.keys.dir:
         log.warning("this fleet serves all who reach it by TCP without keys, since broker.allow_insecure = true")
@@ -198,7 +197,7 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
             now,
             goal,
             start=shown_from,
-            snapshot=fleet.snapshot or Snapshot(),
+            snapshot=fleet.snapshot,
             restarts=fleet.supervisor.restarts(),
             redis_age_s=fleet.redis_age_s,
             waiting=awaited(fleet.facts()) if waits else "",
@@ -227,7 +226,7 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
 
 def _warn_of_errors(fleet: Fleet, outcome: RunOutcome) -> None:
     """Log each kind of failure of an env once, when its first one is known."""
-    errors, path = fleet.snapshot.errors if fleet.snapshot else {}, fleet.run_dir.path
+    errors, path = fleet.snapshot.errors, fleet.run_dir.path
     for name in errors.keys() - outcome.errors_told:
         outcome.errors_told.add(name)
         row = errors[name]
@@ -274,7 +273,7 @@ def _drain(fleet: Fleet, outcome: RunOutcome, run_log: RunLog) -> None:
 
 def _summarise(fleet_id: str, run_dir: RunDir, outcome: RunOutcome, fleet: Fleet | None = None) -> Summary:
     """Summarise a run; without `fleet` one that has started nothing."""
-    snapshot = fleet.snapshot if fleet is not None else None
+    snapshot = fleet.snapshot if fleet is not None and fleet.snapshot.fleet_id else None
     return Summary(
         fleet_id=fleet_id,
         run_dir=str(run_dir.path),
