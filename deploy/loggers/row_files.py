@@ -74,28 +74,15 @@ class JsonlFile:
             self._mended = True
         _append(self.path, b"".join(orjson.dumps(dict(row), option=orjson.OPT_APPEND_NEWLINE) for row in rows))
 
-    def rows(self) -> Iterator[Row]:
-        """Yield the rows in the file; skip lines that are not rows. Raises `OSError`."""
+    def rows(self, part: bytes = b"") -> Iterator[Row]:
+        """Yield the rows in the file whose line contains `part`; skip lines that are not rows. Raises `OSError`."""
         try:
             with self.path.open("rb") as file:
                 for line in file:
-                    row = _row_in(line)
-                    if row is not None:
+                    if part in line and (row := _row_in(line)) is not None:
                         yield row
         except FileNotFoundError:
             return
-
-    def last_line_with(self, part: bytes) -> bytes:
-        """Return the last whole line that contains `part`; empty if there is no such line, or no file."""
-        last = b""
-        try:
-            with self.path.open("rb") as file:
-                for line in file:
-                    if part in line and line.endswith(b"\n"):
-                        last = line
-        except OSError:
-            return b""
-        return last
 
 
 def _row_in(line: bytes) -> Row | None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
-
-import orjson
 
 from headrace.deploy.loggers import Row, RunInfo
 from headrace.deploy.loggers.logger_thread import open_loggers
@@ -94,12 +93,10 @@ def run_info(config: FleetConfig, fleet_id: str, run_dir: Any) -> RunInfo:
 
 def _newest_learner_row(file: JsonlFile) -> tuple[int, int]:
     """Return (epoch, number) of the last row of a learner in the file; (0, 0) without one."""
-    line = file.last_line_with(b'"learner_row":')
-    if not line:
-        return (0, 0)
     try:
-        epoch, _, number = str(orjson.loads(line)["learner_row"]).partition("-")
+        newest = deque(file.rows(b'"learner_row":'), maxlen=1)
+        epoch, _, number = str(newest[0]["learner_row"] if newest else "0-0").partition("-")
         return int(epoch), int(number)
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError):
         log.warning("%s: its last row of a learner cannot be read; rows may come twice", file.path)
         return (0, 0)

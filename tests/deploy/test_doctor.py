@@ -41,7 +41,7 @@ from support.waiting import TIMEOUT_S, wait_until
 
 HEADRACE = [sys.executable, "-m", "headrace.deploy"]
 MIB = 1 << 20
-FLEET = Needs.of_fleet(FleetConfig())
+FLEET = Needs.of_role(FleetConfig(), "fleet")
 
 
 def doctor(*arguments: str, before: Callable[[], None] | None = None) -> dict[str, dict[str, str]]:
@@ -58,7 +58,7 @@ import orjson
 from headrace.deploy.annexes.doctor.cgroup import read_limits
 from headrace.deploy.annexes.doctor.limits import Needs, limit_checks
 from headrace.schemas.settings.config import FleetConfig
-print(orjson.dumps(list(limit_checks(Needs.of_fleet(FleetConfig()), read_limits()))).decode())
+print(orjson.dumps(list(limit_checks(Needs.of_role(FleetConfig(), "fleet"), read_limits()))).decode())
 """
 
 
@@ -165,7 +165,7 @@ def test_memory_is_compared_with_and_without_full_buffers() -> None:
 
 def test_threads_are_compared_with_the_share_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    needs = Needs.of_fleet(build_config({"fleet": {"workers": 4}, "sampling": {"torch_threads": 2}}))
+    needs = Needs.of_role(build_config({"fleet": {"workers": 4}, "sampling": {"torch_threads": 2}}), "fleet")
     assert core_check(needs, None).verdict is Verdict.OK
     limited = core_check(needs, Limit(1.5, "/sys/fs/cgroup/cpu.max"))
     assert limited.verdict is Verdict.WARN
@@ -183,7 +183,7 @@ def test_tasks_are_compared_with_the_group_and_the_user(monkeypatch: pytest.Monk
 def test_a_worker_needs_less_than_a_fleet() -> None:
     limits = Limits(memory=Limit(FLEET.least_memory - 1, "x"))
     assert {check.name: check.verdict for check in limit_checks(FLEET, limits)}["memory"] is Verdict.FAIL
-    worker = Needs.of_worker(FleetConfig())
+    worker = Needs.of_role(FleetConfig(), "worker")
     assert {check.name: check.verdict for check in limit_checks(worker, limits)}["memory"] is Verdict.OK
 
 

@@ -255,7 +255,7 @@ class RunFiles:
     def _read_rows(self) -> None:
         jsonl = JsonlFile(self.folder / "metrics.jsonl")
         jsonl.append([METRIC])
-        jsonl.last_line_with(b"learner_row")
+        list(jsonl.rows(b"learner_row"))
 
     def _read_audit(self) -> None:
         evidence = read_evidence(self.folder, FLEET)

@@ -57,7 +57,5 @@ def doctor(
         for check in checks:
             advice = f"; {check.advice}" if check.advice else ""
             typer.echo(f"{check.verdict:<5} {check.name:<14} {check.seen}{advice}")
-        typer.echo(
-            "\nThis machine can run a fleet." if fit else "\nThis machine cannot run a fleet: repair what failed."
-        )
+        typer.echo(f"\nThis machine {'can run a fleet.' if fit else 'cannot run a fleet: repair what failed.'}")
     raise typer.Exit(0 if fit else 1)

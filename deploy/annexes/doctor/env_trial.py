@@ -49,8 +49,18 @@ class _Trial:
         A call of `envs` envs that takes longer than a worker allows is such an error too.
         """
         name, began = self._config.env, time.monotonic()
-        with _failing_at(self._config, what):
+        try:
             yield
+        except StepFailedRecreateEnv:
+            pass  # a worker rebuilds the env
+        except BaseException as error:
+            raise_stop(error)
+            said = str(error) if isinstance(error, EnvContractError) else words_of(error)
+            said += seed_hint(said, self._config.max_env_seed)
+            raise EnvError(
+                f"env {name!r} failed at its first {what}: {said}; correct the env, or start without this check: "
+                "--no-check-env"
+            ) from error
         took_s = self.took_s[what] = time.monotonic() - began
         setting = f"env_{what}_timeout_s"
         limit_s = getattr(self._config, setting)
@@ -149,20 +159,3 @@ def _sample(spaces: Spaces, seen: Observations, info: Any) -> Any:
     except ConfigError:  # the policy may know how to obey this mask
         columns = RandomActions(spaces.action)(noise)
     return to_env_form(spaces.action, columns)[0]
-
-
-@contextmanager
-def _failing_at(config: EnvRunnerConfig, what: str) -> Iterator[None]:
-    """Turn an error of the env within into an `EnvError` that names the env and the call."""
-    try:
-        yield
-    except StepFailedRecreateEnv:
-        return
-    except BaseException as error:
-        raise_stop(error)
-        said = str(error) if isinstance(error, EnvContractError) else words_of(error)
-        said += seed_hint(said, config.max_env_seed)
-        raise EnvError(
-            f"env {config.env!r} failed at its first {what}: {said}; correct the env, or start without this check: "
-            "--no-check-env"
-        ) from error

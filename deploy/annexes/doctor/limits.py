@@ -42,37 +42,29 @@ class Needs:
     """The settings that bound the buffers."""
 
     @classmethod
-    def of_fleet(cls, config: FleetConfig) -> Needs:
-        """Return the needs of `headrace up`: broker, Redis and supervisor beside workers, learner and env hosts."""
-        workers, learners = config.fleet.workers, int(config.learner.enabled)
-        return cls(
-            f"{workers} worker{'s' if workers != 1 else ''}" + (" and a learner" if learners else ""),
-            workers + config.fleet.env_hosts + learners + 3,
-            workers * config.sampling.torch_threads + learners * config.learner.torch_threads,
-            config.broker.max_held_bytes + workers * config.window_bytes,
-            "broker.max_held_bytes",
-        )
-
-    @classmethod
-    def of_worker(cls, config: FleetConfig, count: int = 1) -> Needs:
-        """Return the needs of `headrace worker`, or of a group of `count` workers."""
-        who, threads = ("a worker" if count == 1 else f"{count} workers"), config.sampling.torch_threads
-        return cls(who, count, count * threads, count * config.window_bytes, "broker.max_held_bytes")
-
-    @classmethod
     def of_role(cls, config: FleetConfig, role: str, workers: int = 1) -> Needs:
-        """Return the needs of one role in a process of its own, of a group of `workers`, or of a whole `fleet`."""
+        """Return the needs of one role in a process of its own, of a group of `workers`, or of a whole `fleet`.
+
+        A fleet of `headrace up` has broker, Redis and supervisor beside workers, learner and env hosts.
+        """
+        threads, key = config.sampling.torch_threads, "broker.max_held_bytes"
+        held, kept = config.broker.max_held_bytes, config.window_bytes
         match role:
             case "fleet":
-                return cls.of_fleet(config)
+                workers, learners = config.fleet.workers, int(config.learner.enabled)
+                who = f"{workers} worker{'s' if workers != 1 else ''}" + (" and a learner" if learners else "")
+                processes = workers + config.fleet.env_hosts + learners + 3
+                threads = workers * threads + learners * config.learner.torch_threads
+                return cls(who, processes, threads, held + workers * kept, key)
             case "broker":
-                return cls("a broker", 1, 0, config.broker.max_held_bytes, "broker.max_held_bytes")
+                return cls("a broker", 1, 0, held, key)
             case "learner":
                 return cls("a learner", 1, config.learner.torch_threads, 0, "")
             case "env-host":
                 envs = math.ceil(config.sampling.num_envs / config.sampling.envs_per_process)
                 return cls(f"an env host with {envs} process{'es' if envs != 1 else ''} of envs", 1 + envs, 0, 0, "")
-        return cls.of_worker(config, workers)
+        who = "a worker" if workers == 1 else f"{workers} workers"
+        return cls(who, workers, workers * threads, workers * kept, key)
 
     @property
     def least_memory(self) -> int:
