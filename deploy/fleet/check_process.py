@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from itertools import takewhile
 
 from headrace.deploy.process.child import LEFT, Child, describe_end
 from headrace.deploy.process.child_commands import check_start
@@ -109,8 +109,9 @@ def await_fork_server(fork_server: ForkServer, signals: StopSignals, loop: Event
 
 def _error(child: Child, returncode: int) -> FleetError:
     """Return the error with which the process ended, and show what user code has printed."""
-    for line in _printed(child):
-        print(line, file=sys.stderr)  # noqa: T201
+    for line in takewhile(lambda line: not line.startswith("error: "), child.log_lines(60)):
+        if not line.startswith(STEP):
+            print(line, file=sys.stderr)  # noqa: T201
     record = child.exit_record
     if record is not None and record.sentence:
         return FleetError(record.sentence, ExitCode(record.exit_code))
@@ -121,11 +122,3 @@ def _error(child: Child, returncode: int) -> FleetError:
 def _step(child: Child) -> str:
     steps = [line for line in child.log_lines(200) if line.startswith(STEP)]
     return steps[-1].removeprefix(STEP) if steps else "starting the check"
-
-
-def _printed(child: Child) -> Iterator[str]:
-    for line in child.log_lines(60):
-        if line.startswith("error: "):
-            return
-        if not line.startswith(STEP):
-            yield line

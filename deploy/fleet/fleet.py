@@ -20,7 +20,7 @@ from headrace.deploy.fleet.fleet_record import FleetRecord
 from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of
 from headrace.deploy.fleet.scale import asked_workers, forget_asked_workers
 from headrace.deploy.fleet.snapshot_poller import INTERVAL_S, SnapshotPoller
-from headrace.deploy.fleet.watchdog import FleetWatchdog, first_sign_limits, recorders_by_slot, silence_limits
+from headrace.deploy.fleet.watchdog import FleetWatchdog, first_sign_limits, silence_limits
 from headrace.deploy.monitoring.connecting import named_learner
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.process_reporter import LIVE_S, FleetLease, ProcessReporter
@@ -47,7 +47,7 @@ from headrace.deploy.run.ports import (
     with_client_ports,
     with_env_ports,
 )
-from headrace.deploy.run.redis_server import check_url, prepare_redis, told_of_cut, wait_ready
+from headrace.deploy.run.redis_server import answers, check_url, prepare_redis, told_of_cut, wait_ready
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.deploy.run.resume import write_settings
 from headrace.deploy.run.run_dir import RunDir
@@ -241,7 +241,7 @@ class Fleet:
         self._watchdog = FleetWatchdog(
             self.loop,
             self.supervisor,
-            recorders_by_slot(self.run_dir.recorders),
+            self._recorder_of,
             config.broker.lease_s,
             first_sign_limits(config),
             silence_limits(config),
@@ -290,9 +290,9 @@ class Fleet:
             url = launch.url
             redis = self.supervisor.start(ProcessSpec("redis", Role.REDIS, lambda _: list(launch.argv)))
             self.wait(
-                lambda: _answers(url) or redis.restarts >= REDIS_ATTEMPTS, REDIS_DEADLINE_S, "its own Redis to answer"
+                lambda: answers(url) or redis.restarts >= REDIS_ATTEMPTS, REDIS_DEADLINE_S, "its own Redis to answer"
             )
-            if redis.restarts >= REDIS_ATTEMPTS and not _answers(url):
+            if redis.restarts >= REDIS_ATTEMPTS and not answers(url):
                 raise self._redis_does_not_start(redis.last_words)
             if self.supervisor.failure is not None or self.stop_asked:
                 return
@@ -475,6 +475,10 @@ class Fleet:
         path = rendezvous_path(self.config.fleet.rendezvous, self.run_dir.path)
         note_stopped(path, at_goal=self.record.content.at_goal)
 
+    def _recorder_of(self, service: Service) -> Path | None:
+        slot, child = service.spec.slot, service.child
+        return None if slot is None or child is None else recorder_path(self.run_dir.recorders, slot, child.incarnation)
+
     def _look_at_recorders(self) -> None:
         """Send obituaries of ended workers, and delete recorders whose books Redis has. Repeat every second."""
         if self._obituary_sender is not None:
@@ -605,11 +609,3 @@ def _write_endpoints(run_dir: Path, fleet_id: str, endpoints: Endpoints, known: 
     for slot, incarnation in known.incarnations.items():
         state.incarnations[slot] = max(state.incarnations.get(slot, 0), incarnation)
     write_broker_file(run_dir, before.fleet_id if before is not None else fleet_id, endpoints, state)
-
-
-def _answers(url: str) -> bool:
-    try:
-        wait_ready(url, 0.0)
-    except RedisUnavailableError:
-        return False
-    return True

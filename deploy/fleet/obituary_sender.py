@@ -53,18 +53,10 @@ def write_obituary(recorders: Path, slot: int, incarnation: int, reason: str) ->
     Without a recorder all counts are zeros. Either the life took no step, since a worker creates its recorder before
     its first step, or the file was removed: the broker then takes the steps that the worker had told it of.
     """
-    path = recorder_path(recorders, slot, incarnation)
-    reading = read_recorder(path)
-    if reading is None:
-        return Obituary(slot=slot, incarnation=incarnation, totals=WorkerTotals(), settled=Settled(), reason=reason)
-    return Obituary(
-        slot=slot,
-        incarnation=incarnation,
-        totals=reading.totals,
-        settled=reading.settled,
-        window=reading.window,
-        reason=reason,
-    )
+    reading = read_recorder(recorder_path(recorders, slot, incarnation))
+    totals, settled = (reading.totals, reading.settled) if reading is not None else (WorkerTotals(), Settled())
+    window = reading.window if reading is not None else []
+    return Obituary(slot=slot, incarnation=incarnation, totals=totals, settled=settled, window=window, reason=reason)
 
 
 @dataclass
@@ -296,8 +288,7 @@ class ObituarySender:
 
     def _delete_recorder(self, life: Life) -> None:
         self._recorded.discard(life)
-        path = recorder_path(self._recorders, *life)
-        path.unlink(missing_ok=True)
+        recorder_path(self._recorders, *life).unlink(missing_ok=True)
 
     def all_final(self) -> bool:
         """Return whether the books of every death are final, as the broker says. Their recorders are deleted."""

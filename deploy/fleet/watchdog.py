@@ -15,7 +15,6 @@ from headrace.deploy.process.child import Child
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.liveness_file import FIRST_SIGN_S, seconds_silent
 from headrace.deploy.process.proc_stat import is_stopped
-from headrace.deploy.process.recorders import recorder_path
 from headrace.deploy.process.supervisor import Role, Service, ServiceState, Supervisor
 from headrace.schemas.accounts.recorder import Reading, read_recorder
 from headrace.schemas.accounts.recorder_file import seconds_of_silence
@@ -39,16 +38,6 @@ def why_silent(reading: Reading | None, lived_s: float, now_ns: int, lease_s: fl
 def why_without_sign(lived_s: float, first_sign_s: float) -> str | None:
     """Return what to log about a process that has given no sign of life yet; None while it has time to start."""
     return f"has given no sign of life in {lived_s:.0f} s" if lived_s > first_sign_s else None
-
-
-def recorders_by_slot(folder: Path) -> Callable[[Service], Path | None]:
-    """Return a function that finds a worker's recorder in `folder` by the supervisor's slot and incarnation."""
-
-    def recorder_of(service: Service) -> Path | None:
-        slot, child = service.spec.slot, service.child
-        return recorder_path(folder, slot, child.incarnation) if child is not None and slot is not None else None
-
-    return recorder_of
 
 
 class FleetWatchdog:

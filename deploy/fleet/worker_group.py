@@ -93,7 +93,10 @@ class WorkerGroup:
         """The life of each child that has joined, by the child's name."""
         self._unreachable: HeadraceError | None = None
         self._fleet_has_ended = False
-        self._make_folder()
+        with writing(self.folder):
+            for folder in (self.recorders, self.logs):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_private(self._config_json, orjson.dumps(config.model_dump(mode="json")))
         keys = client_keys(config.keys.dir, "supervisor", config.keys.group)
         self.loop = EventLoop()
         self.loop.watch(signals.fd, signals.clear)
@@ -150,17 +153,15 @@ class WorkerGroup:
         self.supervisor.kill()
         self.loop.turn_until(self.supervisor.gone, 5.0)
         self._obituaries.send_ended(())
-        self.loop.turn_until(lambda: self._obituaries.all_final() or self._broker_has_stopped(), _FINAL_S)
+        source = self._fleet.source
+        stopped = source.stopped if source is not None else lambda: None  # once it says so, the broker answers no more
+        self.loop.turn_until(lambda: self._obituaries.all_final() or stopped() is not None, _FINAL_S)
         if not self._obituaries.all_final():
             log.info("recorders of workers that ended stay until the broker has stored their books")
         self._obituaries.close()
         self._config_json.unlink(missing_ok=True)
         remove_unused_weights()
         self._sweep()
-
-    def _broker_has_stopped(self) -> bool:
-        """Return whether the fleet has announced its end, so that its broker does not answer any more."""
-        return self._fleet.source is not None and self._fleet.source.stopped() is not None
 
     def recorder_of(self, service: Service) -> Path | None:
         """Return the recorder of the present life of a worker; None before it has joined the fleet."""
@@ -217,20 +218,8 @@ class WorkerGroup:
         services = self.supervisor.services.values()
         own = {self._lives[service.spec.name] for service in services if self.recorder_of(service) is not None}
         self._obituaries.send_ended(own)
-        self._follow_broker()
-
-    def _follow_broker(self) -> None:
-        """Follow the broker to its present address while some obituaries are not acknowledged."""
         if self._fleet.source is not None and not self._obituaries.all_acknowledged():
             self._obituaries.follow(self._fleet.source.find("worker"))
-
-    # Its folder.
-
-    def _make_folder(self) -> None:
-        with writing(self.folder):
-            for folder in (self.recorders, self.logs):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_private(self._config_json, orjson.dumps(self._config.model_dump(mode="json")))
 
     def _sweep(self) -> None:
         """Move logs, and recorders whose books are not final, from the scratch folder to the run directory.

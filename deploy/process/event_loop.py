@@ -75,7 +75,10 @@ class EventLoop:
     def turn(self, timeout_s: float) -> None:
         """Wait until something happens, at most `timeout_s`, and handle it."""
         self.turns += 1
-        for source, _ in self._poller.poll(self._wait_ms(timeout_s)):
+        if self._timers:
+            timeout_s = min(timeout_s, self._timers[0][0] - self.clock())
+        # rounded up: rounded down, the loop would spin for the last ms
+        for source, _ in self._poller.poll(max(0, math.ceil(1000 * timeout_s))):
             handler = self._handlers.get(source)  # an earlier handler of this turn may have forgotten it
             if handler is not None:
                 self._call(handler)
@@ -112,10 +115,6 @@ class EventLoop:
             if waited_s < deadline_s:
                 log.info("waiting for %s (%.0f s of at most %.0f s)", what(), waited_s, deadline_s)
         return False
-
-    def _wait_ms(self, timeout_s: float) -> int:
-        next_timer_s = self._timers[0][0] - self.clock() if self._timers else timeout_s
-        return max(0, math.ceil(1000 * min(timeout_s, next_timer_s)))  # rounded down, it would spin for the last ms
 
 
 class StandstillWatch:

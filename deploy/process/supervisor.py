@@ -237,7 +237,7 @@ class Supervisor:
         if service.child is not None:
             service.state = ServiceState.STOPPING
             service.child.send(self._stop_signal)
-            service.timer = self._loop.call_later(self._section.stop_timeout_s, self._killer(service))
+            service.timer = self._loop.call_later(self._section.stop_timeout_s, lambda: self._kill_late(service))
         elif service.state not in OVER:
             service.state = ServiceState.STOPPED
         for zombie in service.zombies:
@@ -378,14 +378,11 @@ class Supervisor:
             self.failure = self.failure or error
         log.error("%s%s", error, "; the fleet goes on without it" if service.spec.optional else "")
 
-    def _killer(self, service: Service) -> Callable[[], None]:
-        def kill() -> None:
-            if service.child is not None:
-                ignored = "%s ignored %s for %g s and is killed"
-                log.warning(ignored, service.spec.name, self._stop_signal.name, self._section.stop_timeout_s)
-                service.child.send(signal.SIGKILL)
-
-        return kill
+    def _kill_late(self, service: Service) -> None:
+        if service.child is not None:
+            ignored = "%s ignored %s for %g s and is killed"
+            log.warning(ignored, service.spec.name, self._stop_signal.name, self._section.stop_timeout_s)
+            service.child.send(signal.SIGKILL)
 
     def _cancel(self, service: Service) -> None:
         if service.timer is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,9 @@ def read_evidence(run_dir: Path, fleet_id: str) -> Evidence:
             unreadable.append(path)
     told = read_told(learner_dir(run_dir) / NEWEST_FILE) or {}
     position = settled_by_life(told.get("position", []), fleet_id)
-    needs_witness = _needs_witness(run_dir, fleet_id)  # before the witness, which the broker writes later
+    needs_witness = False
+    with suppress(RunDirError):  # the deep audit names a damaged books.json
+        needs_witness = BooksFile(run_dir, fleet_id).needs_witness()  # before the witness, which is written later
     witness = LifetimeFile(run_dir, fleet_id)
     lifetime = witness.read()
     damage = (*_damage(witness, lifetime, run_dir, needs_witness=needs_witness), *checkpoint_damage(run_dir))
@@ -86,13 +89,6 @@ def checkpoint_damage(run_dir: Path) -> Iterator[str]:
             f"{path} cannot be read ({reason}), so it cannot show what the learner was trained on; the next learner "
             "goes on from the checkpoint before it, or from the copy in Redis, and saves another"
         )
-
-
-def _needs_witness(run_dir: Path, fleet_id: str) -> bool:
-    try:
-        return BooksFile(run_dir, fleet_id).needs_witness()
-    except RunDirError:  # the deep audit names a damaged books.json
-        return False
 
 
 def _damage(witness: LifetimeFile, lifetime: Lifetime, run_dir: Path, *, needs_witness: bool) -> Iterator[str]:

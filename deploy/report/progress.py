@@ -168,12 +168,11 @@ def env_failures(snapshot: Snapshot) -> str:
     total = sum(number(state["env_failures"]) for _, _, state in failed)
     newest = _printable(str(state.get("env_failure", "")))
     told = f"{total:,.0f}, the newest {age_s:.0f} s ago (worker-{slot}: {newest})"
-    return f"{told}, the first ({_first_cause(snapshot)})" if len(snapshot.errors) > 1 else told
-
-
-def _first_cause(snapshot: Snapshot) -> str:
+    if len(snapshot.errors) < 2:
+        return told
     first = min(snapshot.errors.values(), key=lambda group: group.first_unix_s)
-    return _printable(f"{first.kind}: {first.exception}: {first.message}") + f", {first.count:,} of this kind"
+    cause = _printable(f"{first.kind}: {first.exception}: {first.message}")
+    return f"{told}, the first ({cause}, {first.count:,} of this kind)"
 
 
 def _printable(text: str) -> str:

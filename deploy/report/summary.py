@@ -118,8 +118,9 @@ def print_summary(summary: Summary, stream: TextIO) -> None:
     console = Console(file=stream)
     table = Table(title=f"fleet {summary.fleet_id}", title_justify="left", show_header=False)
     steps_per_s, episodes_per_s = summary.rates.values()
+    goal = "not reached" if summary.failure else "none reached; a signal ended the run"
     for what, value in (
-        ("goal", _goal_in_words(summary)),
+        ("goal", "reached" if summary.at_goal is not None else goal),
         ("time", f"{summary.seconds:.1f} s"),
         ("env steps", f"{summary.end.steps:,} ({steps_per_s:,.0f}/s)"),
         ("episodes", f"{summary.end.episodes:,} ({episodes_per_s:,.1f}/s)"),
@@ -147,12 +148,6 @@ def next_command(summary: Summary, config: FleetConfig) -> str:
         return ""
     here = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
     return f"headrace evaluate {shlex.quote(str(here))}"
-
-
-def _goal_in_words(summary: Summary) -> str:
-    if summary.at_goal is not None:
-        return "reached"
-    return "not reached" if summary.failure else "none reached; a signal ended the run"
 
 
 def ledger_table(ledger: FleetLedger) -> Table:

@@ -232,7 +232,7 @@ def _port_and_password(path: Path) -> tuple[int, str]:
         port, password = known
         if is_free(_HOST, port, "redis.url"):
             return port, password
-        if _answers(_url(port, password)):
+        if answers(_url(port, password)):
             raise RunDirError(
                 str(path.parent),
                 f"a Redis server of this run still runs there, on port {port}; "
@@ -261,9 +261,10 @@ def _url(port: int, password: str) -> str:
     return f"redis://:{password}@127.0.0.1:{port}/0"
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Return whether a server answers at `url` now."""
     try:
-        check_url(url)
+        wait_ready(url, 0.0)
     except RedisUnavailableError:
         return False
     return True

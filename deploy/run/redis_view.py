@@ -262,15 +262,11 @@ def told_versions(seen: Snapshot) -> dict[str, str]:
         told["learner"] = seen.lease.get("headrace_version", "")
     for slot, state in sorted(seen.workers.items()):
         told[f"worker-{slot}"] = state.get("headrace_version", "")
-        if versions := _of_env_hosts(state):
+        hosts = state.get("env_hosts")
+        found = hosts.get("versions") if isinstance(hosts, Mapping) else None
+        if versions := [str(version) for version in found] if isinstance(found, list) else []:
             told[f"env hosts of worker-{slot}"] = ", ".join(versions) if all(versions) else ""
     return {name: one_line(str(version))[:MOST_VERSION] for name, version in told.items()}
-
-
-def _of_env_hosts(state: Mapping[str, Any]) -> list[str]:
-    hosts = state.get("env_hosts")
-    versions = hosts.get("versions") if isinstance(hosts, Mapping) else None
-    return [str(version) for version in versions] if isinstance(versions, list) else []
 
 
 def _text(value: bytes | None) -> str:

@@ -152,7 +152,8 @@ class RepeatedWarnings:
         if record.levelno < logging.WARNING:
             return record
         words, now = str(record.msg), self._clock()
-        key = record.name, record.levelno, words if _has_words(words) else record.getMessage()
+        has_words = sum(character.isalpha() for character in words) > _FEW_LETTERS  # and not only placeholders
+        key = record.name, record.levelno, words if has_words else record.getMessage()
         kind, remark = self._kinds.get(key), ""
         if kind is None or now - kind.began >= ALIKE_S:
             if kind is not None and kind.left_out:
@@ -172,11 +173,6 @@ class RepeatedWarnings:
         told = copy(record)
         told.msg, told.args = "%s (%s)", (record.getMessage(), remark)
         return told
-
-
-def _has_words(text: str) -> bool:
-    """Return whether a format string has words of its own, and not only placeholders."""
-    return sum(character.isalpha() for character in text) > _FEW_LETTERS
 
 
 class _Stderr(logging.Handler):

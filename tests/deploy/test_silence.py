@@ -5,15 +5,17 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.deploy.fleet.watchdog import FleetWatchdog, first_sign_limits, recorders_by_slot, why_silent
+from headrace.deploy.fleet.watchdog import FleetWatchdog, first_sign_limits, why_silent
 from headrace.deploy.process.liveness_file import seconds_silent
 from headrace.deploy.process.proc_stat import is_alive
-from headrace.deploy.process.supervisor import ProcessSpec, Role
+from headrace.deploy.process.recorders import recorder_path
+from headrace.deploy.process.supervisor import ProcessSpec, Role, Service
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Reading
 from headrace.schemas.accounts.recorder_file import WatchedCall
@@ -37,6 +39,14 @@ while True:
     recorder.touch()
     time.sleep(0.02)
 """
+
+
+def recorders_by_slot(folder: Path) -> Callable[[Service], Path | None]:
+    def recorder_of(service: Service) -> Path | None:
+        slot, child = service.spec.slot, service.child
+        return recorder_path(folder, slot, child.incarnation) if child is not None and slot is not None else None
+
+    return recorder_of
 
 
 def reading(updated_ns: int, silent_until_ns: int = 0, watched: WatchedCall | None = None) -> Reading:
