@@ -28,10 +28,10 @@ DEADLINE_S = 60.0
 _LOOK_S, _SAY_S = 0.2, 10.0
 
 
-def asked_workers(run_dir: Path) -> int | None:
-    """Return the number of workers in workers.json; None without the file, or if it has no valid number."""
-    asked = read_object(_path(run_dir)).get("workers")
-    return asked if type(asked) is int and 0 <= asked <= MOST_WORKERS else None
+def asked_workers(run_dir: Path, name: str = "workers.json", most: int = MOST_WORKERS) -> int | None:
+    """Return the number of workers in a file of the run; None without the file, or if it has no valid number."""
+    asked = read_object(run_dir / name).get("workers")
+    return asked if type(asked) is int and 0 <= asked <= most else None
 
 
 def forget_asked_workers(run_dir: Path) -> None:
@@ -45,9 +45,7 @@ def scale(run_dir: Path, workers: int, say: Callable[[str], None]) -> None:
 
     Raises `RunDirError` without a run, and `FleetError` if the run cannot have that many, or not in time.
     """
-    fleet = read_fleet_file(run_dir / "fleet.json")
-    if fleet.state != "running" or not is_alive(fleet.supervisor_pid):
-        raise scale_error(f"the run in {run_dir} does not run (it is {fleet.state})", f"headrace up --resume {run_dir}")
+    fleet = running_fleet(run_dir)
     _check(FleetConfig.model_validate(read_object(run_dir / "config.json")), workers)
     say(f"fleet {fleet.fleet_id}: {_count(fleet)} workers run, {workers} are asked for")
     write_private(_path(run_dir), orjson.dumps({"workers": workers}))
@@ -61,6 +59,14 @@ def scale(run_dir: Path, workers: int, say: Callable[[str], None]) -> None:
             say(f"{running} workers run; waiting ({waited_s:.0f} s of at most {DEADLINE_S:.0f} s)")
         time.sleep(_LOOK_S)
     say(f"{workers} workers run")
+
+
+def running_fleet(run_dir: Path) -> FleetFile:
+    """Return the fleet of a run. Raises `RunDirError` without a run, and `FleetError` for one that does not run."""
+    fleet = read_fleet_file(run_dir / "fleet.json")
+    if fleet.state != "running" or not is_alive(fleet.supervisor_pid):
+        raise scale_error(f"the run in {run_dir} does not run (it is {fleet.state})", f"headrace up --resume {run_dir}")
+    return fleet
 
 
 def _check(config: FleetConfig, workers: int) -> None:

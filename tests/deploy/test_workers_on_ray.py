@@ -15,7 +15,7 @@ from headrace.deploy.annexes.ray import worker_actor
 from headrace.deploy.annexes.ray.cluster import reachable
 from headrace.deploy.annexes.ray.wanted_workers import read_wanted, scale_run, write_wanted
 from headrace.deploy.annexes.ray.worker_actor import WorkerEnd
-from headrace.deploy.annexes.ray.workers_on_ray import _End
+from headrace.deploy.annexes.ray.workers_on_ray import told
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.schemas.errors import ConfigError, ExitCode, RunDirError
@@ -141,8 +141,8 @@ def test_a_broker_for_this_machine_only_is_refused_where_the_cluster_has_other_n
 
 @pytest.mark.parametrize("code", [ExitCode.ENV, ExitCode.CRASH_LOOP])
 def test_a_group_that_has_given_its_worker_up_is_not_started_again(code: ExitCode) -> None:
-    assert _End.of(WorkerEnd(code, "worker-0 died 11 times in a row", announced=True)).final is code
-    assert _End.of(WorkerEnd(code, "only a print of the env")).final is None
+    assert told(WorkerEnd(code, "worker-0 died 11 times in a row", announced=True))[1] is code
+    assert told(WorkerEnd(code, "only a print of the env"))[1] is None
 
 
 def test_scale_returns_the_old_number_of_workers_on_ray_and_writes_the_new(tmp_path: Path) -> None:

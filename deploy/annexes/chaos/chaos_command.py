@@ -67,7 +67,10 @@ def chaos(
 ) -> None:
     """Run one trial. Raises `FleetError` when a promise was broken, `ConfigError`, or why no fleet starts."""
     config = resolve_trial(asked)
-    plan = read_plan(plan_path) if plan_path is not None else _plan_of(config, minutes, seed)
+    if plan_path is not None:
+        plan = read_plan(plan_path)
+    else:
+        plan = make_plan(seed, minutes, config.fleet.workers, config.broker.lease_s)
     if print_plan:
         print(plan.as_json().decode())  # noqa: T201
         return
@@ -124,10 +127,6 @@ def _refuse_other_kinds(config: FleetConfig) -> None:
     ):
         if wrong:
             raise ConfigError(f"headrace chaos cannot try {why} yet; leave it out", key=key)
-
-
-def _plan_of(config: FleetConfig, minutes: float, seed: int) -> Plan:
-    return make_plan(seed, minutes, config.fleet.workers, config.broker.lease_s)
 
 
 def _check_plan(plan: Plan, config: FleetConfig) -> None:

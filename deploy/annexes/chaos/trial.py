@@ -19,7 +19,7 @@ from headrace.deploy.process.child import describe_end
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.recorders import Life, recorders_in
 from headrace.deploy.process.stop_signals import StopSignals
-from headrace.schemas.accounts.recorder import read_recorder
+from headrace.schemas.accounts.recorder import Reading, read_recorder
 from headrace.schemas.basics.bounds import MOST_COUNT
 from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ExitCode, UnreachableError
@@ -119,21 +119,18 @@ class Trial:
         began, said = time.monotonic(), 0.0
         while not done():
             waited_s = time.monotonic() - began
-            if (returncode := self._tend_up_at_start()) is not None:
+            up = self._processes.up.process
+            if up is not None and (returncode := up.poll()) is not None:
                 sentence = self._processes.up.last_line().removeprefix("error: ")
                 raise FleetError(f"headrace up: {sentence}", _exit_code(returncode))
-            self._processes.learner.tend() if self._processes.learner.lives else None
-            self._processes.elsewhere.tend() if self._processes.elsewhere.lives else None
+            for own in (self._processes.learner, self._processes.elsewhere):
+                own.tend() if own.lives else None
             if signals.count or waited_s > START_S:
                 raise UnreachableError("fleet", f"{self._folders.fleet} ({what})", waited_s)
             if waited_s - said > _SAY_S:
                 said = waited_s
                 self._say(f"waiting for {what} ({waited_s:.0f} s of at most {START_S:.0f} s)")
             time.sleep(TURN_S)
-
-    def _tend_up_at_start(self) -> int | None:
-        process = self._processes.up.process
-        return process.poll() if process is not None else None
 
     def _all_deliver(self) -> bool:
         """Return whether the record has a batch, and each worker has cut one."""
@@ -142,16 +139,19 @@ class Trial:
             return False
         return len(self._newest_batches(at_least=1)) > self._plan.workers
 
+    def _readings(self) -> dict[Life, Reading]:
+        """Return the recorders that are there."""
+        found = {}
+        with contextlib.suppress(OSError):
+            for life, path in recorders_in(self._folders.fleet / "recorders"):
+                if (reading := read_recorder(path)) is not None:
+                    found[life] = reading
+        return found
+
     def _newest_batches(self, at_least: int = 0) -> dict[Life, int]:
         """Return the newest batch of each life whose recorder is there."""
-        found = {}
-        folder = self._folders.fleet / "recorders"
-        with contextlib.suppress(OSError):
-            for life, path in recorders_in(folder):
-                reading = read_recorder(path)
-                if reading is not None and reading.totals.seq >= at_least:
-                    found[life] = reading.totals.seq
-        return found
+        batches = {life: reading.totals.seq for life, reading in self._readings().items()}
+        return {life: seq for life, seq in batches.items() if seq >= at_least}
 
     # -- the schedule -------------------------------------------------------------------------------------------------
 
@@ -255,12 +255,7 @@ class Trial:
 
     def _running_lives(self) -> set[Life]:
         pids = {process.pid for process in self._processes.page().processes} | {self._processes.elsewhere.pid}
-        found = set()
-        for life, path in recorders_in(self._folders.fleet / "recorders"):
-            reading = read_recorder(path)
-            if reading is not None and reading.pid in pids:
-                found.add(life)
-        return found
+        return {life for life, reading in self._readings().items() if reading.pid in pids}
 
 
 def _exit_code(returncode: int) -> ExitCode:

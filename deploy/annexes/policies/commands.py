@@ -17,6 +17,7 @@ import typer
 
 from headrace.deploy.command.option_table import command
 from headrace.deploy.run.options import Asked
+from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
 from headrace.schemas.errors import (
     ConfigError,
@@ -105,7 +106,6 @@ def evaluate(
     from headrace.deploy.annexes.policies.episode_video import EpisodeVideo
     from headrace.deploy.annexes.policies.evaluation import PlaySettings, in_words
     from headrace.deploy.fleet.roles import no_exit_from
-    from headrace.deploy.terminal.logs import Identity, set_up_logging
     from headrace.deploy.trained.saved_policy import resolve_policy
 
     set_up_logging(Identity("", "evaluate"))
@@ -181,7 +181,6 @@ def _play(
 def _watch(asked: Asked, run: str, *, num_envs: int | None, seed: int | None) -> None:
     """Evaluate the run's checkpoints while it trains, until told to stop. Training comes first where cores are few."""
     from headrace.deploy.fleet.roles import no_exit_from
-    from headrace.deploy.terminal.logs import Identity, set_up_logging
     from headrace.deploy.trained.saved_policy import settings_for
     from headrace.schemas.basics.stop_event import stop_event
 
@@ -236,7 +235,6 @@ def export(
     The file is tried with random observations before it is kept.
     """
     from headrace.deploy.fleet.roles import no_exit_from
-    from headrace.deploy.terminal.logs import Identity, set_up_logging
     from headrace.deploy.trained.saved_policy import build_policy, resolve_policy
 
     set_up_logging(Identity("", "export"))

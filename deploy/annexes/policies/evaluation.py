@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -202,9 +202,10 @@ class Evaluation:
         self._runner.set_weights(arrays, version[1], version[0])
         self._runner.set_tasks(task)
         self._lacks_task = False
-        progress = _Progress(scores, self._settings.episodes, lambda: self._runner.totals.env_steps)
+        before, say_at = self._runner.totals.env_steps, time.monotonic() + _PROGRESS_S
 
         def on_poll() -> None:
+            nonlocal say_at
             if task is not None and self._lacks_task:
                 why = self._runner.totals.newest_env_failure
                 raise EnvError(f"{self._runner.config.env!r:.100} refuses the task {task!r:.200}: {why}")
@@ -212,7 +213,11 @@ class Evaluation:
                 raise _EnoughError
             if self._video is not None:
                 self._video.check()
-            progress.tell()
+            if time.monotonic() >= say_at:
+                say_at = time.monotonic() + _PROGRESS_S
+                mean = f", mean return {np.mean(scores.returns):.4g}" if scores.returns else ""
+                told = len(scores.returns), self._settings.episodes, f"{self._runner.totals.env_steps - before:,}", mean
+                log.info("%d of %d episodes have ended after %s env steps%s", *told)
 
         try:
             while True:
@@ -227,25 +232,6 @@ class Evaluation:
 
     def __exit__(self, *_: object) -> None:
         self._runner.stop()
-
-
-class _Progress:
-    """Logs every few seconds how far an evaluation is."""
-
-    def __init__(self, scores: EpisodeScores, episodes: int, count_steps: Callable[[], int]) -> None:
-        self._scores, self._episodes, self._count_steps = scores, episodes, count_steps
-        self._before = count_steps()
-        self._due = time.monotonic() + _PROGRESS_S
-
-    def tell(self) -> None:
-        """Log a line, at most every few seconds."""
-        if time.monotonic() < self._due:
-            return
-        self._due = time.monotonic() + _PROGRESS_S
-        returns = self._scores.returns
-        mean = f", mean return {np.mean(returns):.4g}" if returns else ""
-        steps = self._count_steps() - self._before
-        log.info("%d of %d episodes have ended after %s env steps%s", len(returns), self._episodes, f"{steps:,}", mean)
 
 
 def in_words(told: Mapping[str, Any]) -> str:

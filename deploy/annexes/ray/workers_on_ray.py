@@ -131,42 +131,41 @@ class WorkersOnRay:
         for worker in [worker for worker in self._leaving if worker.run in ready]:
             self._leaving.remove(worker)
             actor = worker.actor
-            log.info("%s has left: %s", worker.name, self._end(worker).words)
+            log.info("%s has left: %s", worker.name, self._end(worker)[0])
             self._ray.kill(actor)
         for worker in self._workers:
             if worker.run in ready:
-                self._start_again(worker, self._end(worker))
+                self._start_again(worker, *self._end(worker))
 
-    def _end(self, worker: _KeptWorker) -> _End:
-        """Return how a worker ended. Forget an actor that is dead for good."""
+    def _end(self, worker: _KeptWorker) -> tuple[str, ExitCode | None]:
+        """Return what `told` says of a worker's end. Forget an actor that is dead for good."""
         try:
-            return _End.of(self._ray.get(worker.run))
+            return told(self._ray.get(worker.run))
         except self._ray.exceptions.RayActorError as error:
             worker.actor = None
-            return _End("its actor is dead: " + " ".join(str(error).split())[:300])
+            return "its actor is dead: " + " ".join(str(error).split())[:300], None
         finally:
             worker.run = worker.where = None
 
-    def _start_again(self, worker: _KeptWorker, end: _End) -> None:
-        if end.final is not None:
-            raise FleetError(f"{worker.name}: {end.words}", end.final)
+    def _start_again(self, worker: _KeptWorker, end: str, final: ExitCode | None) -> None:
+        if final is not None:
+            raise FleetError(f"{worker.name}: {end}", final)
         delay_s = worker.policy.after_death(time.monotonic() - worker.started)
         if delay_s is None:
             raise FleetError(
                 f"{worker.name} ended {worker.policy.deaths_in_window} times within "
-                f"{WINDOW_S:g} s of running (last: {end.words}) and is given up; "
+                f"{WINDOW_S:g} s of running (last: {end}) and is given up; "
                 "repair it, or raise supervisor.restart_attempts",
                 ExitCode.CRASH_LOOP,
             )
-        log.warning("%s ended: %s; it starts again in %.2f s", worker.name, end.words, delay_s)
+        log.warning("%s ended: %s; it starts again in %.2f s", worker.name, end, delay_s)
         worker.start_at = time.monotonic() + delay_s
 
     def _say_waiting(self) -> None:
         if time.monotonic() < self._say_at:
             return
         self._say_at = time.monotonic() + _SAY_WAITING_S
-        waiting = sum(worker.where is not None for worker in self._workers)
-        if waiting:
+        if waiting := sum(worker.where is not None for worker in self._workers):
             log.warning(
                 "%d of %d workers wait for a node with a free CPU; `ray status` shows what the cluster has",
                 waiting,
@@ -174,15 +173,10 @@ class WorkersOnRay:
             )
 
 
-@dataclass(frozen=True)
-class _End:
-    words: str
-    final: ExitCode | None = None
-
-    @classmethod
-    def of(cls, end: WorkerEnd) -> _End:
-        words = describe_end(end.returncode) + (f": {end.sentence}" if end.sentence else "")
-        return cls(words, ExitCode(end.returncode) if end.announced and end.returncode in FINAL else None)
+def told(end: WorkerEnd) -> tuple[str, ExitCode | None]:
+    """Return how a worker ended, in words, and its exit code where a restart cannot cure it."""
+    words = describe_end(end.returncode) + (f": {end.sentence}" if end.sentence else "")
+    return words, ExitCode(end.returncode) if end.announced and end.returncode in FINAL else None
 
 
 def keep_workers(

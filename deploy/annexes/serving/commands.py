@@ -12,6 +12,7 @@ import typer
 from headrace.deploy.command.option_table import command
 from headrace.deploy.process.service_manager import service_manager
 from headrace.deploy.run.options import Asked, chosen_run
+from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ConnectorError, EnvError, ModuleError
 
@@ -47,7 +48,6 @@ def serve(
     For evaluation and deployment tests: no broker, no learner. Episodes are counted, then dropped. SIGTERM drains.
     """
     from headrace.deploy.fleet.roles import no_exit_from
-    from headrace.deploy.terminal.logs import Identity, set_up_logging
     from headrace.deploy.trained.saved_policy import resolve_policy
 
     if checkpoint is None:

@@ -6,7 +6,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -74,7 +74,10 @@ def jobs_locked(run_dir: Path) -> Iterator[None]:
         lock = open_own(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         deadline = time.monotonic() + LOCK_S
-        while not _taken(lock):
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             if time.monotonic() > deadline:
                 reason = f"another `headrace slurm` has changed its jobs for {LOCK_S:g} s"
                 raise slurm_error(f"the jobs of {run_dir}", reason, "try again when it is done")
@@ -82,14 +85,6 @@ def jobs_locked(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def _taken(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _jobs_json(run_dir: Path) -> Path:

@@ -59,7 +59,9 @@ def prepare(config: FleetConfig) -> tuple[FleetConfig, Path]:
     ready = for_cluster(config, run_dir)
     with jobs_locked(run_dir):
         _refuse_a_second(run_dir)
-        _check_earlier_run(run_dir, ready)
+        if (earlier := EarlierRun.of(RunDir(run_dir))) is not None:  # here instead of in the head job
+            advice = "give the run its own settings again, or name a new run directory with --run-dir"
+            earlier.check(ready, resume=False, advice=advice)
         (run_dir / RENDEZVOUS_FILE).unlink(missing_ok=True)  # an earlier fleet's: tasks would leave with it
         if not config.keys.dir and ready.keys.dir:
             ensure_keys(Path(ready.keys.dir))
@@ -105,13 +107,6 @@ def _refuse_a_second(run_dir: Path) -> None:
     if left:
         advice = f"end them with `headrace slurm down --run-dir {run_dir}`, or choose another run directory"
         raise RunDirError(str(run_dir), f"its jobs are still there ({', '.join(left[:5])})", advice)
-
-
-def _check_earlier_run(run_dir: Path, config: FleetConfig) -> None:
-    """Raise `RunDirError` here instead of in the head job, if an earlier run there had other settings."""
-    if (earlier := EarlierRun.of(RunDir(run_dir))) is not None:
-        advice = "give the run its own settings again, or name a new run directory with --run-dir"
-        earlier.check(config, resume=False, advice=advice)
 
 
 def _tasks(jobs: JobFile) -> list[ClusterTask]:
