@@ -88,11 +88,15 @@ def fold(
     if len(missing) > MOST_GAPS:
         return None
     summed = _plus_each(before.counters if before is not None else {}, counters)
+    none = WorkerTotals(env_steps=0)
+    no_lives = LedgerRow(
+        slot=row.slot, incarnation=0, totals=none, accepted=(0, 0), held=(0, 0), settled=Settled(), closed=True
+    )
     try:
         return FoldedLives(
             highest=max(highest, row.incarnation),
             missing=missing,
-            row=_plus_row(before.row, row) if before is not None else _plus_row(_no_row(row.slot), row),
+            row=_plus_row(before.row if before is not None else no_lives, row),
             counters={name: min(count, MOST_COUNT) for name, count in summed.items()},
         )
     except ValidationError:
@@ -114,18 +118,6 @@ def _ends_of(first: int, last: int, other: FoldedLives) -> Iterator[int]:
     """Yield the lives of a range to look up in `other`: if it has any life of the range, it has one of these."""
     yield first
     yield from (gap[1] + 1 for gap in other.missing if first <= gap[1] + 1 <= min(last, other.highest))
-
-
-def _no_row(slot: int) -> LedgerRow:
-    return LedgerRow(
-        slot=slot,
-        incarnation=0,
-        totals=WorkerTotals(env_steps=0),
-        accepted=(0, 0),
-        held=(0, 0),
-        settled=Settled(),
-        closed=True,
-    )
 
 
 def _plus_row(folded: LedgerRow, row: LedgerRow) -> LedgerRow:

@@ -132,11 +132,9 @@ def spread(first: float, last: float, *, over: Over = "fleet", scale: Scale = "l
 
 def values_at(values: Mapping[str, Any], place: Place) -> dict[str, Any]:
     """Return the values that the env at `place` gets: rules become numbers."""
-    return {name: _spread_at(value[SPREAD], place) if _is_rule(value) else value for name, value in values.items()}
-
-
-def _is_rule(value: Any) -> bool:
-    return isinstance(value, dict)
+    return {
+        name: _spread_at(value[SPREAD], place) if isinstance(value, dict) else value for name, value in values.items()
+    }
 
 
 def _spread_at(rule: list[Any], place: Place) -> float:

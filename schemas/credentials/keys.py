@@ -134,17 +134,17 @@ def check_fingerprint(keys: ClientKeys | None, role: str, published: str, where:
 
     "": the broker has no keys, and nothing is checked. `where` is the rendezvous that has the fingerprint.
     """
-    if published and not isinstance(keys, ClientKeys):
+    if published and keys is None:
         copy = f"copy {role}.secret and broker.public to this machine, and name their folder in keys.dir"
         raise KeysError(where, f"its fleet asks for keys, and this process has none; {copy}")
-    if published and isinstance(keys, ClientKeys) and fingerprint(keys.broker) != published:
-        found = f"it is of another broker (fingerprint {fingerprint(keys.broker)}, and {where} has {published:.16})"
+    if published and keys is not None and (expected := expected_key(keys)) != published:
+        found = f"it is of another broker (fingerprint {expected}, and {where} has {published:.16})"
         raise KeysError(str(keys.folder / "broker.public"), f"{found}; copy it again from the fleet's folder of keys")
 
 
 def expected_key(keys: ClientKeys | None) -> str:
     """Return the fingerprint of the server's key that a peer with these keys expects; "" without keys."""
-    return fingerprint(keys.broker) if isinstance(keys, ClientKeys) else ""
+    return fingerprint(keys.broker) if keys is not None else ""
 
 
 def keys_folder(named: str | os.PathLike[str] | None) -> Path | None:
@@ -159,10 +159,11 @@ def read_client_keys(folder: Path, role: str, group: str | None = None) -> Clien
     None: the group in the environment's HEADRACE_KEYS__GROUP, or "". "": the only key of the role, or among several
     that of the default group. Raises `KeysError` for a file that is missing, damaged, or a secret that others may read.
     """
-    own = _own(folder, role, group)
-    server = read_key_file(_server_file(folder, role, own["group"]))
+    own, server = _own(folder, role, group), server_of(role)
+    of_group = folder / f"{key_name(server, own['group'])}.public"  # a worker of the same group before others
+    theirs = read_key_file(of_group if of_group.exists() else _only(folder, server, "public"))
     public, secret = own["public"].encode(), own["secret"].encode()
-    return ClientKeys(role, public, secret, server["public"].encode(), folder, own["group"])
+    return ClientKeys(role, public, secret, theirs["public"].encode(), folder, own["group"])
 
 
 def _own(folder: Path, role: str, group: str | None) -> dict[str, str]:
@@ -182,13 +183,6 @@ def _only(folder: Path, role: str, half: str) -> Path:
         names = ", ".join(path.name for path in others[:8])
         raise KeysError(str(folder), f"it has {names}; say by keys.group which group this peer is of")
     return others[0]
-
-
-def _server_file(folder: Path, role: str, group: str) -> Path:
-    """Return the path of the public key of the server for this peer; a worker of the same group before others."""
-    server = server_of(role)
-    own = folder / f"{key_name(server, group)}.public"
-    return own if own.exists() else _only(folder, server, "public")
 
 
 def server_of(role: str) -> str:

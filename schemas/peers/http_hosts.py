@@ -25,11 +25,9 @@ def is_known_host(value: bytes, hosts: frozenset[str]) -> bool:
     found = _HOST.fullmatch(value)
     if found is None:
         return False
-    address, name = found.groups()
-    return _is_ip(address.decode(), 6) if address else _is_known_name(name.decode().lower(), hosts)
-
-
-def _is_known_name(name: str, hosts: frozenset[str]) -> bool:
+    if found[1]:
+        return _is_ip(found[1].decode(), 6)
+    name = found[2].decode().lower()
     return name == "localhost" or name in hosts or _is_ip(name, 4)
 
 

@@ -44,7 +44,7 @@ class PortWatch:
     """Watches one bound socket, which the caller has given a monitor, from a thread of its own until `close`.
 
     `monitor` is what the socket's `get_monitor_socket(WATCH_EVENTS)` returns. With `by_key`, the watch looks at what
-    peers send before their handshake is done. `on_failed_handshake` is called with (event, value) in the watch's thread.
+    peers send before their handshake is done. `on_failed_handshake` gets (event, value), in the watch's thread.
     """
 
     def __init__(

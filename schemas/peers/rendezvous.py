@@ -139,7 +139,9 @@ class Rendezvous:
         if self._fixed is not None:
             return self._fixed
         try:
-            found = Published.parse(self._read())
+            fetcher = self._fetcher
+            content = fetcher.newest() if fetcher is not None else read_regular(Path(self.where), _LARGEST)
+            found = Published.parse(content)
         except OSError as error:
             self.problem = f"{self.where} cannot be read ({error.strerror or error})"
         except (ValueError, ValidationError) as error:
@@ -183,11 +185,6 @@ class Rendezvous:
         """Return an error that says so, if the fleet has stopped."""
         found = self.look()
         return no_fleet_error(self.where, self.problem) if found is not None and found.state == "stopped" else None
-
-    def _read(self) -> bytes:
-        if self._fetcher is not None:
-            return self._fetcher.newest()
-        return read_regular(Path(self.where), _LARGEST)
 
 
 def is_elsewhere(address: str, host: str) -> bool:
