@@ -513,11 +513,11 @@ class Fleet:
         limit_s, lease = self.config.supervisor.stop_timeout_s, self.snapshot.lease
         whom = f"{named_learner(lease) or 'the learner'} to commit the batches that the broker holds"
         began = changed = time.monotonic()
-        last = self._held_batches()
+        last = self.snapshot.gauges.get("held_batches")
 
         def done() -> bool:
             nonlocal last, changed
-            held, now = self._held_batches(), time.monotonic()
+            held, now = self.snapshot.gauges.get("held_batches"), time.monotonic()
             if held != last or self._learner_computes():
                 last, changed = held, now
             return held is None or (now - began > news_s and (held == 0 or now - changed > HELD_STILL_S))
@@ -535,10 +535,6 @@ class Fleet:
         """Return whether, by the broker's last report, a learner is connected and does not wait for batches."""
         lease = self.snapshot.lease
         return bool(lease.get("connected") and not lease.get("waiting")) and not self.supervisor.gone(Role.BROKER)
-
-    def _held_batches(self) -> float | None:
-        """Return the batches accepted and not settled, as the broker last reported; None when it never did."""
-        return self.snapshot.gauges.get("held_batches")
 
     def _stop(self, role: Role) -> None:
         self.supervisor.stop(role)

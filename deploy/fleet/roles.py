@@ -249,7 +249,7 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
     of_worker = {"env_placement": "process", "env_hosts_port": 0, "policies": None, "policy_mapping_fn": None}
     settings = sampling.model_dump() | of_worker
     with no_exit_from(EnvError, "the env"), _health_file(config, ENV_HOST) as health, suppress(StoppedError):
-        most_s = _patience_s(config, is_watched=health.is_watched)
+        most_s = _patience_s(config, is_watched=health.watched.is_watched)
         role = f"envs-{slot or 0}"
         place = FleetPlace(where, role, source, server="worker", patience_s=most_s, first_patience_s=most_s)
 

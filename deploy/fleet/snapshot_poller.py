@@ -66,10 +66,7 @@ class SnapshotPoller:
 
     def take_learner_rows(self) -> list[LearnerRowView]:
         """Return the learners' rows since the last call, in order. The first call returns all that Redis still has."""
-        taken = []
-        while self._learner_rows:
-            taken.append(self._learner_rows.popleft())
-        return taken
+        return [self._learner_rows.popleft() for _ in range(len(self._learner_rows))]
 
     def close(self) -> None:
         """End the thread and the connection, which a later `read` opens again. `snapshot` stays.

@@ -77,7 +77,7 @@ class HealthFile:
         recorders: Path | None = None,
     ) -> None:
         pid = os.getpid()
-        self._watched = watched
+        self.watched = watched
         self._run_dir = run_dir
         self._place = _folder(run_dir) / f"{role}-{os.uname().nodename}-{pid}.json" if run_dir is not None else None
         self._record = HealthRecord(
@@ -104,14 +104,9 @@ class HealthFile:
         if self._place is not None:
             _remove(self._place)
 
-    @property
-    def is_watched(self) -> bool:
-        """Return whether a supervisor started this process and watches it."""
-        return self._watched.is_watched
-
     def alive(self) -> None:
         """Give a sign of life."""
-        self._watched.touch()
+        self.watched.touch()
         self._own.touch()
 
     def _sweep(self, run_dir: Path) -> None:

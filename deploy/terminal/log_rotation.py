@@ -49,12 +49,7 @@ class LogRotation:
         self._look()
 
     def _look(self) -> None:
-        try:
-            paths = list(self._folder.glob("*.log"))
-        except OSError as error:
-            log.debug("%s cannot be read: %s", self._folder, error)
-            return
-        for path in paths:
+        for path in self._folder.glob("*.log"):
             try:
                 if path.stat().st_size > MOST_BYTES:
                     rotate(path, MOST_BYTES)

@@ -89,7 +89,8 @@ class Recorder:
         """The words about the call in progress, of which the first two are [kind, lane]."""
         self._areas = [self._words[HEADER + i * AREA : HEADER + (i + 1) * AREA] for i in (0, 1)]
         self._values = array("q", bytes(8 * AREA))
-        self._commits = 0
+        self.commits = 0
+        """Number of updates so far."""
         self._commit()
         for i, word in enumerate((LAYOUT, slot, incarnation, os.getpid()), start=1):
             self._words[i] = word
@@ -115,11 +116,6 @@ class Recorder:
     def watched(self) -> WatchedCall:
         """Return the call in progress."""
         return watched_call(self.call)
-
-    @property
-    def commits(self) -> int:
-        """Number of updates so far."""
-        return self._commits
 
     def beat(self, since_ns: int, *, is_overdue: bool) -> None:
         """Record that the process is alive, and in the same call since `since_ns`; or that the call is overdue."""
@@ -171,9 +167,9 @@ class Recorder:
         v[UPDATED_NS] = time.monotonic_ns()
         if stepped is not None and stepped != v[_STEPPED]:
             v[_STEPPED], v[STEPPED_NS] = stepped, v[UPDATED_NS]
-        self._commits += 1
-        self._areas[self._commits & 1][:] = self._values
-        self._words[COMMITS] = self._commits
+        self.commits += 1
+        self._areas[self.commits & 1][:] = self._values
+        self._words[COMMITS] = self.commits
 
 
 @dataclass(frozen=True, slots=True)

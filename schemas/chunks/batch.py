@@ -176,16 +176,12 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     @cached_property
     def obs_offsets(self) -> NDArray[np.int64]:
         """Return where each chunk's observations begin in an observation column: int64 (chunks + 1,)."""
-        return self.offsets + _running(self._has_obs)
-
-    @property
-    def _has_obs(self) -> NDArray[np.bool_]:
-        return np.asarray(self.table["length"] > 0)
+        return self.offsets + self.state_offsets
 
     @cached_property
     def state_offsets(self) -> NDArray[np.int64]:
         """Return where each chunk's row begins in a state column: int64 (chunks + 1,). An end marker has no row."""
-        return _running(self._has_obs)
+        return _running(self.table["length"] > 0)
 
     @cached_property
     def lookback_offsets(self) -> NDArray[np.int64]:
