@@ -6,7 +6,6 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import zmq
@@ -16,7 +15,6 @@ from headrace.schemas.credentials.key_files import (
     PeerKey,
     group_rule,
     is_group,
-    is_revoked_by,
     key_file,
     key_name,
     read_key_file,
@@ -32,6 +30,7 @@ from headrace.schemas.credentials.keys import (
     read_client_keys,
     server_of,
 )
+from headrace.schemas.credentials.known_keys import by_public
 from headrace.schemas.errors import KeysError
 
 
@@ -109,15 +108,13 @@ def _why_not_there(folder: Path, name: str, role: str) -> str:
 
 def _keys_in(folder: Path) -> list[PeerKey]:
     """Return the keys whose public half can be read; revoked keys are marked as revoked."""
-    found: dict[bytes, PeerKey] = {}
-    unread = set()
-    for path in [*sorted(folder.glob("*.public")), *sorted(folder.glob("*.revoked"))]:
+    keys, unread = list[PeerKey](), set[str]()
+    for path in sorted([*folder.glob("*.public"), *folder.glob("*.revoked")]):
         try:
-            key = read_public_key(path)
-            found[key.public] = key
+            keys.append(read_public_key(path))
         except KeysError:
             unread |= {path.stem} if path.suffix == ".revoked" else set()
-    return [replace(key, revoked=key.revoked or is_revoked_by(unread, key)) for key in found.values()]
+    return list(by_public(keys, unread).values())
 
 
 def listed_keys(folder: Path) -> list[dict[str, str]]:

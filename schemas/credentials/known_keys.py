@@ -11,7 +11,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Container, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -130,19 +130,10 @@ class KnownKeys:
         return True
 
     def _by_public(self) -> dict[bytes, PeerKey]:
-        """Return the keys by their public half. A key is revoked if any file says so."""
-        keys: dict[bytes, PeerKey] = {}
-        for name in sorted(self._files, key=lambda name: (name.endswith(".revoked"), name)):
-            key = self._files[name]
-            if key.revoked or key.public not in keys:
-                keys[key.public] = key
         unread = {
             name.removesuffix(".revoked") for name in self._stamps.keys() - self._files if name.endswith(".revoked")
         }
-        for public, key in keys.items() if unread else ():
-            if not key.revoked and is_revoked_by(unread, key):
-                keys[public] = replace(key, revoked=True)
-        return keys
+        return by_public((self._files[name] for name in sorted(self._files)), unread)
 
     def _tell(self, before: dict[bytes, PeerKey]) -> None:
         for public, key in self._keys.items():
@@ -154,6 +145,15 @@ class KnownKeys:
         for public, key in before.items():
             if public not in self._keys and not key.revoked:
                 log.warning("the %s key %s is admitted no more: its file is gone", key.name, _shown(public))
+
+
+def by_public(keys: Iterable[PeerKey], unread: Container[str]) -> dict[bytes, PeerKey]:
+    """Return keys by their public half. A key is revoked if any file says so, or one of the stems in `unread`."""
+    found: dict[bytes, PeerKey] = {}
+    for key in keys:
+        first = found.get(key.public, key)
+        found[key.public] = replace(first, revoked=first.revoked or key.revoked or is_revoked_by(unread, key))
+    return found
 
 
 def _shown(public: bytes) -> str:

@@ -114,16 +114,13 @@ class Published(BaseModel):
 class Rendezvous:
     """The rendezvous at `where`, as peers read it.
 
-    `ports` are by role, for `dns://`; `setting` is the one that names them. What
-    another fleet than `fleet_id` publishes does not count; "": that of any fleet does. Raises `ConfigError` for another
-    form of address.
+    `ports` are by role, for `dns://`; `setting` is the one that names them. What another fleet than the attribute
+    `fleet_id` publishes does not count; "": that of any fleet does. Raises `ConfigError` for another form of address.
     """
 
-    def __init__(
-        self, where: str, ports: Mapping[str, int] | None = None, setting: str = "broker.port", *, fleet_id: str = ""
-    ) -> None:
+    def __init__(self, where: str, ports: Mapping[str, int] | None = None, setting: str = "broker.port") -> None:
         self.where = where
-        self.fleet_id = fleet_id
+        self.fleet_id = ""
         self.problem = ""
         """Text on why the last look found no fleet that runs; "" if it found one."""
         self.at_goal = False

@@ -127,7 +127,8 @@ def test_a_pipe_in_the_place_of_a_rendezvous_holds_no_reader(tmp_path: Path) -> 
 
 def test_a_peer_does_not_follow_its_rendezvous_to_another_fleet(tmp_path: Path) -> None:
     path = tmp_path / "meet.json"
-    rendezvous = Rendezvous(str(path), fleet_id="demo")
+    rendezvous = Rendezvous(str(path))
+    rendezvous.fleet_id = "demo"
     place = FleetPlace(AT["worker"], "worker", rendezvous, patience_s=60.0)
     place.observe(True, 0.0)
     published(fleet_id="other", endpoints={"worker": "tcp://node9:9"}).write(path)

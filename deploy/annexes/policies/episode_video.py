@@ -63,20 +63,12 @@ class EpisodeVideo:
 
         return create
 
-    def on_episode_start(self, env_runner: Any, env: Any, env_index: int) -> None:
-        """Show the first observation."""
-        self._show(env_runner, env, env_index)
-
-    def on_episode_step(self, env_runner: Any, env: Any, env_index: int) -> None:
-        """Show the observation after the step."""
-        self._show(env_runner, env, env_index)
-
     def on_episode_end(self, env_index: int) -> None:
         """Count an episode of env 0."""
         self._left -= env_index == 0
 
-    def _show(self, env_runner: Any, env: Any, env_index: int) -> None:
-        """Write a picture. Keep a problem for `check`: if a callback raised, the env would fail repeatedly."""
+    def on_episode_step(self, env_runner: Any, env: Any, env_index: int) -> None:
+        """Show the observation after the step. Keep a problem for `check`: if a callback raised, the env would fail."""
         if env_index != 0 or self._left <= 0 or self._problem:
             return
         picture = env_runner.try_render_at(0)
@@ -88,6 +80,8 @@ class EpisodeVideo:
             self._encoder = _Encoder(self._ffmpeg, self._aside, picture.shape, rate)
         self._problem = self._encoder.write(picture)
         self.frames += 1
+
+    on_episode_start = on_episode_step
 
     def check(self) -> None:
         """Raise `EnvError` if writing a picture has failed."""
