@@ -66,7 +66,9 @@ def chaos(
     as_json: bool,
 ) -> None:
     """Run one trial. Raises `FleetError` when a promise was broken, `ConfigError`, or why no fleet starts."""
-    config = resolve_trial(asked)
+    config, origins = asked.resolved
+    _refuse_other_kinds(config)
+    config = config.replaced({key: value for key, value in DEFAULTS.items() if key not in origins} | FIXED)
     if plan_path is not None:
         plan = read_plan(plan_path)
     else:
@@ -103,13 +105,6 @@ def chaos(
             f"the same schedule again: {replay}",
             ExitCode.CHAOS,
         )
-
-
-def resolve_trial(asked: Asked) -> FleetConfig:
-    """Return the configuration of the fleet: the user's, but with what a trial needs. Raises `ConfigError`."""
-    config, origins = asked.resolved
-    _refuse_other_kinds(config)
-    return config.replaced({key: value for key, value in DEFAULTS.items() if key not in origins} | FIXED)
 
 
 def _refuse_other_kinds(config: FleetConfig) -> None:
