@@ -25,7 +25,7 @@ from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.report.audit import audit
 from headrace.deploy.report.evidence import contradictions, read_evidence
 from headrace.deploy.report.progress import STALE_S, ProgressDisplay, ProgressView
-from headrace.deploy.report.run_log import HURRIED_CLOSE_S, RunLog, run_info
+from headrace.deploy.report.run_log import HURRIED_CLOSE_S, RunLog
 from headrace.deploy.report.summary import RunFacts, Summary
 from headrace.deploy.run.annexes import part
 from headrace.deploy.run.fleet_file import told_as_starting
@@ -110,7 +110,7 @@ def up(
             with (
                 LogRotation(run_dir.logs),
                 StandstillWatch(fleet.loop, run_dir.path),
-                RunLog(config, run_info(config, fleet.fleet_id, run_dir.path)) as run_log,
+                RunLog(config, fleet.fleet_id, run_dir.path) as run_log,
             ):
                 try:
                     fleet.start()

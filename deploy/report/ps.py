@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.deploy.process.proc_stat import is_alive, lived_s
 from headrace.deploy.report.progress import name_revoked, number
-from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry
+from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.run.redis_view import FleetView, Snapshot, told_versions
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.basics.printable import one_line
@@ -25,17 +25,13 @@ _COLUMNS = ("name", "role", "inc.", "pid", "age", "restarts", "version", "state"
 
 def processes(fleet: FleetFile, now: float) -> list[Row]:
     """Return a row for each process of the fleet, living or waiting, with `alive` as the kernel sees it now."""
-    living = [
-        {**entry.model_dump(), "alive": is_alive(entry.pid), "age_s": round(_age_s(entry, now), 1)}
-        for entry in fleet.processes
-    ]
+    rows: list[Row] = []
+    for entry in fleet.processes:
+        lived = lived_s(entry.pid)
+        age_s = max(0.0, now - entry.started if lived is None else lived)
+        rows.append({**entry.model_dump(), "alive": is_alive(entry.pid), "age_s": round(age_s, 1)})
     waiting = [{**entry.model_dump(), "pid": None, "incarnation": None, "alive": False} for entry in fleet.waiting]
-    return living + waiting
-
-
-def _age_s(entry: ProcessEntry, now: float) -> float:
-    lived = lived_s(entry.pid)
-    return max(0.0, now - entry.started if lived is None else lived)
+    return rows + waiting
 
 
 def reported(fleet: FleetFile) -> tuple[Snapshot, str]:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from headrace.deploy.loggers import Row, RunInfo
@@ -27,7 +28,8 @@ class RunLog:
     Leaves out rows of learners that an earlier run in the directory has already logged.
     """
 
-    def __init__(self, config: FleetConfig, run: RunInfo) -> None:
+    def __init__(self, config: FleetConfig, fleet_id: str, run_dir: Path) -> None:
+        run = RunInfo(fleet_id, run_dir, config.model_dump(mode="json", exclude={"redis": {"url"}}))
         self._interval_s = config.logging.interval_s
         self._began, self._began_unix_s = time.monotonic(), time.time()
         self._next_fleet_row = 0.0
@@ -35,7 +37,7 @@ class RunLog:
         """Unix time (s) of the last broker report that was logged. Reports from before this run count as logged."""
         self._gauges: Mapping[str, float] = {}
         """The gauges of the fleet's last row."""
-        self._newest = _newest_learner_row(JsonlFile(run.run_dir / "metrics.jsonl"))
+        self._newest = _newest_learner_row(JsonlFile(run_dir / "metrics.jsonl"))
         self.close_s = CLOSE_S
         """Seconds that all loggers together may take to end."""
         self._loggers = open_loggers(config.logging, run)
@@ -84,11 +86,6 @@ class RunLog:
         deadline = time.monotonic() + self.close_s
         for logger in self._loggers:
             logger.finish_close(max(0.0, deadline - time.monotonic()))
-
-
-def run_info(config: FleetConfig, fleet_id: str, run_dir: Any) -> RunInfo:
-    """Return the facts about a run that its loggers get."""
-    return RunInfo(fleet_id, run_dir, config.model_dump(mode="json", exclude={"redis": {"url"}}))
 
 
 def _newest_learner_row(file: JsonlFile) -> tuple[int, int]:

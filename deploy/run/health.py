@@ -96,8 +96,13 @@ class HealthFile:
         if self._run_dir is not None and self._place is not None:
             with suppress(OSError):
                 self._place.parent.mkdir(parents=True, exist_ok=True)
-                self._sweep(self._run_dir)
-                self._write(self._place)
+                for path, record in health_records(self._run_dir, self._record.role):
+                    if not record.lives:  # it was killed
+                        _remove(path)
+                aside = self._place.with_suffix(".new")
+                aside.write_text(json.dumps(asdict(self._record)))
+                os.utime(aside, ns=(0, 0))
+                aside.replace(self._place)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,18 +113,6 @@ class HealthFile:
         """Give a sign of life."""
         self.watched.touch()
         self._own.touch()
-
-    def _sweep(self, run_dir: Path) -> None:
-        """Remove the files of killed processes of this role on this host."""
-        for path, record in health_records(run_dir, self._record.role):
-            if not record.lives:
-                _remove(path)
-
-    def _write(self, place: Path) -> None:
-        aside = place.with_suffix(".new")
-        aside.write_text(json.dumps(asdict(self._record)))
-        os.utime(aside, ns=(0, 0))
-        aside.replace(place)
 
 
 def health_records(run_dir: Path, role: str = "") -> Iterator[tuple[Path, HealthRecord]]:

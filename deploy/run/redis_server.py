@@ -201,7 +201,11 @@ def serving(run_dir: Path, url: str) -> Iterator[None]:
     try:
         launch = prepare_redis(run_dir)
     except RunDirError as error:
-        raise _only_readable(run_dir, error) or error from error.__cause__
+        if not isinstance(cause := error.__cause__, OSError) or cause.errno not in _NO_WRITES:
+            raise
+        why = f"its Redis server has the books, and to be read it must write there ({cause.strerror})"
+        copy = f"copy the run and name the copy: cp -r {shlex.quote(str(run_dir))} COPY"
+        raise RunDirError(str(run_dir), why, copy) from cause
     with tempfile.TemporaryFile() as said:
         server = subprocess.Popen(launch.argv, stdin=subprocess.DEVNULL, stdout=said)
         try:
@@ -212,18 +216,6 @@ def serving(run_dir: Path, url: str) -> Iterator[None]:
         finally:
             server.terminate()
             server.wait()
-
-
-def _only_readable(run_dir: Path, error: RunDirError) -> RunDirError | None:
-    """Return the error for books in a directory that this user may not write; None for any other error."""
-    cause = error.__cause__
-    if not isinstance(cause, OSError) or cause.errno not in _NO_WRITES:
-        return None
-    return RunDirError(
-        str(run_dir),
-        f"its Redis server has the books, and to be read it must write there ({cause.strerror})",
-        f"copy the run and name the copy: cp -r {shlex.quote(str(run_dir))} COPY",
-    )
 
 
 def _port_and_password(path: Path) -> tuple[int, str]:

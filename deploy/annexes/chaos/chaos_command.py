@@ -16,7 +16,7 @@ from rich.table import Table
 
 from headrace.deploy.annexes.chaos.checks import Judgement, judge, lines_of
 from headrace.deploy.annexes.chaos.processes import Folders
-from headrace.deploy.annexes.chaos.schedule import Plan, make_plan, read_plan
+from headrace.deploy.annexes.chaos.schedule import make_plan, read_plan
 from headrace.deploy.annexes.chaos.trial import Injected, Trial, TrialResult
 from headrace.deploy.annexes.chaos.truth import ENV, Witnessed
 from headrace.deploy.process.fleet_errors import FleetError
@@ -66,7 +66,9 @@ def chaos(
     as_json: bool,
 ) -> None:
     """Run one trial. Raises `FleetError` when a promise was broken, `ConfigError`, or why no fleet starts."""
-    config = resolve_trial(asked)
+    config, origins = asked.resolved
+    _refuse_other_kinds(config)
+    config = config.replaced({key: value for key, value in DEFAULTS.items() if key not in origins} | FIXED)
     if plan_path is not None:
         plan = read_plan(plan_path)
     else:
@@ -74,7 +76,9 @@ def chaos(
     if print_plan:
         print(plan.as_json().decode())  # noqa: T201
         return
-    _check_plan(plan, config)
+    if plan.workers != config.fleet.workers:
+        fleets = f"the plan is for {plan.workers} workers, and the fleet has {config.fleet.workers}"
+        raise ConfigError(f"{fleets}; add --workers {plan.workers}", key="--plan")
     folders = _make_folders(run_dir or new_run_dir("chaos"))
     _write_config(config, folders)
     replace_private(folders.root / PLAN, plan.as_json())
@@ -105,13 +109,6 @@ def chaos(
         )
 
 
-def resolve_trial(asked: Asked) -> FleetConfig:
-    """Return the configuration of the fleet: the user's, but with what a trial needs. Raises `ConfigError`."""
-    config, origins = asked.resolved
-    _refuse_other_kinds(config)
-    return config.replaced({key: value for key, value in DEFAULTS.items() if key not in origins} | FIXED)
-
-
 def _refuse_other_kinds(config: FleetConfig) -> None:
     """Raise `ConfigError` for fleets whose envs cannot have a witness, or that other machines join."""
     sampling = config.sampling
@@ -127,15 +124,6 @@ def _refuse_other_kinds(config: FleetConfig) -> None:
     ):
         if wrong:
             raise ConfigError(f"headrace chaos cannot try {why} yet; leave it out", key=key)
-
-
-def _check_plan(plan: Plan, config: FleetConfig) -> None:
-    if plan.workers != config.fleet.workers:
-        raise ConfigError(
-            f"the plan is for {plan.workers} workers, and the fleet has {config.fleet.workers}; "
-            f"add --workers {plan.workers}",
-            key="--plan",
-        )
 
 
 def _make_folders(root: Path) -> Folders:

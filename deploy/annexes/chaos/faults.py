@@ -8,17 +8,16 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import redis
 
 from headrace.broker.redis.client import REDIS_FAILURES, connect
 from headrace.deploy.annexes.chaos import truth
-from headrace.deploy.annexes.chaos.processes import FleetProcesses, Folders, send
+from headrace.deploy.annexes.chaos.processes import FleetProcesses, send
 from headrace.deploy.annexes.chaos.recorder import SLOW
-from headrace.deploy.annexes.chaos.relay import LinkState, Relay
+from headrace.deploy.annexes.chaos.relay import LinkState
 from headrace.deploy.annexes.chaos.schedule import Event, Kind
 
 Undo = Callable[[], None]
@@ -32,16 +31,7 @@ class SkippedError(Exception):
     """A fault that cannot be injected now. Its text says why. It never leaves this package."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """The processes, folders and links that faults act on."""
-
-    folders: Folders
-    processes: FleetProcesses
-    links: Mapping[str, Relay]
-
-
-def inject(event: Event, target: Target) -> Undo:
+def inject(event: Event, target: FleetProcesses) -> Undo:
     """Inject a fault; return the function that undoes it. Raises `SkippedError`."""
     return _FAULTS[event.kind](event, target)
 
@@ -49,14 +39,14 @@ def inject(event: Event, target: Target) -> Undo:
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-def _kill(event: Event, target: Target) -> Undo:
+def _kill(event: Event, target: FleetProcesses) -> Undo:
     """Kill all targets at one instant: their pids are known before the first signal is sent."""
     for pid in _pids(event, target):
         send(pid, signal.SIGKILL)
     return lambda: None
 
 
-def _stop(event: Event, target: Target) -> Undo:
+def _stop(event: Event, target: FleetProcesses) -> Undo:
     pids = _pids(event, target)
     for pid in pids:
         send(pid, signal.SIGSTOP)
@@ -68,8 +58,8 @@ def _stop(event: Event, target: Target) -> Undo:
     return undo
 
 
-def _pids(event: Event, target: Target) -> list[int]:
-    found = {name: target.processes.pid(name) for name in event.targets}
+def _pids(event: Event, target: FleetProcesses) -> list[int]:
+    found = {name: target.pid(name) for name in event.targets}
     if missing := [name for name, pid in found.items() if pid is None]:
         raise SkippedError(f"{' and '.join(missing)} did not run")
     return [pid for pid in found.values() if pid is not None]
@@ -78,7 +68,7 @@ def _pids(event: Event, target: Target) -> list[int]:
 # -- links and learner ------------------------------------------------------------------------------------------------
 
 
-def _link(event: Event, target: Target) -> Undo:
+def _link(event: Event, target: FleetProcesses) -> Undo:
     links = [target.links[name] for name in event.targets]
     for link in links:
         link.set(LinkState.REFUSES if event.kind is Kind.CUT else LinkState.HOLDS)
@@ -90,7 +80,7 @@ def _link(event: Event, target: Target) -> Undo:
     return undo
 
 
-def _slow(event: Event, target: Target) -> Undo:
+def _slow(event: Event, target: FleetProcesses) -> Undo:
     order = target.folders.record / SLOW
     aside = order.with_suffix(".new")
     aside.write_text(str(SLOW_BATCH_S))
@@ -101,13 +91,13 @@ def _slow(event: Event, target: Target) -> Undo:
 # -- Redis ------------------------------------------------------------------------------------------------------------
 
 
-def _flush(event: Event, target: Target) -> Undo:
+def _flush(event: Event, target: FleetProcesses) -> Undo:
     return _ask_redis(target, lambda client: client.flushall())
 
 
-def _replace(event: Event, target: Target) -> Undo:
+def _replace(event: Event, target: FleetProcesses) -> Undo:
     """Kill Redis. The server that the supervisor starts next finds none of its data."""
-    pid = target.processes.pid("redis")
+    pid = target.pid("redis")
     if pid is None:
         raise SkippedError("redis did not run")
     data = target.folders.fleet / "redis" / "appendonlydir"
@@ -119,20 +109,20 @@ def _replace(event: Event, target: Target) -> Undo:
     return lambda: None
 
 
-def _full(event: Event, target: Target) -> Undo:
+def _full(event: Event, target: FleetProcesses) -> Undo:
     """Make Redis refuse writes for lack of memory."""
     _ask_redis(target, lambda client: client.config_set("maxmemory", 1))
     return _later(target, lambda client: client.config_set("maxmemory", 0))
 
 
-def _read_only(event: Event, target: Target) -> Undo:
+def _read_only(event: Event, target: FleetProcesses) -> Undo:
     """Make Redis a replica of a server that does not exist."""
     _ask_redis(target, lambda client: client.replicaof(*_NOWHERE))
     return _later(target, lambda client: client.replicaof("NO", "ONE"))
 
 
-def _ask_redis(target: Target, ask: Callable[[redis.Redis], Any]) -> Undo:
-    url = target.processes.page().redis_url
+def _ask_redis(target: FleetProcesses, ask: Callable[[redis.Redis], Any]) -> Undo:
+    url = target.page().redis_url
     if not url:
         raise SkippedError("fleet.json named no Redis")
     with contextlib.closing(connect(url, REDIS_TIMEOUT_S)) as client:
@@ -143,7 +133,7 @@ def _ask_redis(target: Target, ask: Callable[[redis.Redis], Any]) -> Undo:
     return lambda: None
 
 
-def _later(target: Target, ask: Callable[[redis.Redis], Any]) -> Undo:
+def _later(target: FleetProcesses, ask: Callable[[redis.Redis], Any]) -> Undo:
     """Return a function that undoes a fault in Redis. A dead server needs no undo: a restart removes the fault."""
 
     def undo() -> None:
@@ -156,12 +146,12 @@ def _later(target: Target, ask: Callable[[redis.Redis], Any]) -> Undo:
 # -- envs -------------------------------------------------------------------------------------------------------------
 
 
-def _env(event: Event, target: Target) -> Undo:
+def _env(event: Event, target: FleetProcesses) -> Undo:
     truth.give_order(target.folders.truth, event.detail)
     return lambda: None
 
 
-_FAULTS: dict[Kind, Callable[[Event, Target], Undo]] = {
+_FAULTS: dict[Kind, Callable[[Event, FleetProcesses], Undo]] = {
     Kind.KILL: _kill,
     Kind.STOP: _stop,
     Kind.CUT: _link,

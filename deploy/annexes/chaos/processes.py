@@ -18,6 +18,8 @@ from typing import Any
 
 import orjson
 
+from headrace.deploy.annexes.chaos.relay import Relay
+from headrace.deploy.annexes.chaos.schedule import ELSEWHERE
 from headrace.deploy.process.child import last_line
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.fork_server import HEADRACE
@@ -110,19 +112,23 @@ class OwnProcess:
 
 
 class FleetProcesses:
-    """The processes of the fleet, and those that join it."""
+    """The processes of the fleet, and those that join it, with the links through which the latter reach the broker."""
 
-    def __init__(self, folders: Folders, learner_endpoint: str, worker_endpoint: str) -> None:
-        self._folders = folders
+    def __init__(self, folders: Folders) -> None:
+        self.folders = folders
+        self.links = {
+            "learner": Relay(lambda: self.address("learner")),
+            ELSEWHERE: Relay(lambda: self.address("worker")),
+        }
         run_dir, config = str(folders.fleet), str(folders.config)
 
         def join() -> list[str]:
             own = [*HEADRACE, "worker", "--config", str(folders.fleet / "config.json"), "--run-dir", run_dir]
-            return [*own, "--endpoint", worker_endpoint, "--fleet-id", self.page().fleet_id]
+            return [*own, "--endpoint", self.links[ELSEWHERE].endpoint, "--fleet-id", self.page().fleet_id]
 
         up = [*HEADRACE, "up", "--config", config, "--run-dir", run_dir, "--json"]
-        learner = [sys.executable, "-m", "headrace.deploy.annexes.chaos.recorder", learner_endpoint]
-        learner += [str(folders.record), run_dir]
+        learner = [sys.executable, "-m", "headrace.deploy.annexes.chaos.recorder"]
+        learner += [self.links["learner"].endpoint, str(folders.record), run_dir]
         self.up = OwnProcess("supervisor", lambda: up, folders.logs / "up.log")
         self.learner = OwnProcess("learner", lambda: learner, folders.logs / "learner.log")
         self.elsewhere = OwnProcess("worker-elsewhere", join, folders.logs / "worker-elsewhere.log")
@@ -131,7 +137,7 @@ class FleetProcesses:
     def page(self) -> FleetFile:
         """Return fleet.json, or an empty one while there is none."""
         try:
-            return read_fleet_file(self._folders.fleet / "fleet.json")
+            return read_fleet_file(self.folders.fleet / "fleet.json")
         except RunDirError:
             return FleetFile(fleet_id="")
 
@@ -149,7 +155,7 @@ class FleetProcesses:
 
     def address(self, role: str) -> str:
         """Return the address at which the broker serves this role; "" while it does not serve."""
-        return endpoint_in(self._folders.fleet, role)
+        return endpoint_in(self.folders.fleet, role)
 
     def summary(self) -> dict[str, Any]:
         """Return the JSON that the last life of `up` printed; empty if it printed none."""
@@ -159,9 +165,11 @@ class FleetProcesses:
         return {}
 
     def close(self) -> None:
-        """Kill what still runs. The fleet's processes end with their supervisor."""
+        """Kill what still runs, and close the links. The fleet's processes end with their supervisor."""
         for own in self.own:
             own.kill()
+        for link in self.links.values():
+            link.close()
 
 
 def send(pid: int, number: signal.Signals) -> None:

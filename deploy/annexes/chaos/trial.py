@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.deploy.annexes.chaos import faults, truth
-from headrace.deploy.annexes.chaos.faults import SkippedError, Target, Undo
+from headrace.deploy.annexes.chaos.faults import SkippedError, Undo
 from headrace.deploy.annexes.chaos.processes import FleetProcesses, Folders, OwnProcess
 from headrace.deploy.annexes.chaos.recorder import RECORD
-from headrace.deploy.annexes.chaos.relay import Relay
 from headrace.deploy.annexes.chaos.schedule import ELSEWHERE, Event, Kind, Plan
 from headrace.deploy.process.child import describe_end
 from headrace.deploy.process.fleet_errors import FleetError
@@ -82,13 +81,7 @@ class Trial:
     def __init__(self, plan: Plan, folders: Folders, num_envs: int, say: Say) -> None:
         self._plan, self._folders, self._say = plan, folders, say
         self.outcome = TrialResult(plan, folders, num_envs)
-        self._relays = {
-            "learner": Relay(lambda: self._processes.address("learner")),
-            ELSEWHERE: Relay(lambda: self._processes.address("worker")),
-        }
-        endpoints = [relay.endpoint for relay in self._relays.values()]
-        self._processes = FleetProcesses(folders, *endpoints)
-        self._target = Target(folders, self._processes, self._relays)
+        self._processes = FleetProcesses(folders)
         self._undo: list[tuple[float, Injected, Undo]] = []
 
     def run(self) -> TrialResult:
@@ -102,8 +95,6 @@ class Trial:
             finally:
                 self._undo_all()
                 self._processes.close()
-                for relay in self._relays.values():
-                    relay.close()
         return self.outcome
 
     def _start(self, signals: StopSignals) -> None:
@@ -174,7 +165,7 @@ class Trial:
         """Inject an event, or note why it is skipped. Return False to retry: a target may be between two lives."""
         injected = Injected(event, time.monotonic())
         try:
-            undo = faults.inject(event, self._target)
+            undo = faults.inject(event, self._processes)
             self._undo.append((injected.at + event.seconds, injected, undo))
         except SkippedError as error:
             if may_wait:

@@ -40,17 +40,14 @@ def run_dir_of(config: FleetConfig) -> Path:
     return (Path(config.fleet.run_dir) if config.fleet.run_dir else new_run_dir(config.sampling.env)).absolute()
 
 
-def lines_of(config: FleetConfig, run_dir: Path, head: str) -> list[list[str]]:
-    """Return the command lines that submit the arrays of a fleet, after its head job `head`."""
-    sizes = {FleetPart.WORKERS: config.slurm.worker_tasks, FleetPart.ENV_HOSTS: config.slurm.env_host_tasks}
-    return [sbatch_line(part, config, run_dir, tasks=tasks, after=head) for part, tasks in sizes.items() if tasks]
-
-
 def dry_run(config: FleetConfig) -> list[list[str]]:
     """Return the command lines with which `up` would submit the fleet. Write nothing."""
     run_dir = run_dir_of(config)
     ready = for_cluster(config, run_dir)
-    return [sbatch_line(FleetPart.HEAD, ready, run_dir), *lines_of(ready, run_dir, "HEAD_JOB_ID")]
+    sizes = {FleetPart.WORKERS: ready.slurm.worker_tasks, FleetPart.ENV_HOSTS: ready.slurm.env_host_tasks}
+    arrays = [(part, tasks) for part, tasks in sizes.items() if tasks]
+    lines = [sbatch_line(part, ready, run_dir, tasks=tasks, after="HEAD_JOB_ID") for part, tasks in arrays]
+    return [sbatch_line(FleetPart.HEAD, ready, run_dir), *lines]
 
 
 def prepare(config: FleetConfig) -> tuple[FleetConfig, Path]:

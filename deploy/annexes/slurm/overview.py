@@ -27,18 +27,14 @@ class Overview:
     fleet: FleetFile | None
 
     @property
-    def head(self) -> ClusterTask | None:
-        """Return the head job; None once the controller has forgotten it."""
-        return next((task for task in self.tasks if task.base == self.jobs.head), None)
-
-    @property
     def arrays(self) -> list[ClusterTask]:
         """Return the array tasks that hold a node or wait for one."""
         return [task for task in self.tasks if task.base != self.jobs.head and not task.is_over]
 
     def findings(self) -> Iterator[str]:
         """Yield a sentence for each thing that is wrong, with what to do."""
-        head, down = self.head, f"headrace slurm down --run-dir {self.run_dir}"
+        head = next((task for task in self.tasks if task.base == self.jobs.head), None)
+        down = f"headrace slurm down --run-dir {self.run_dir}"
         if head is None or head.is_over:
             end = "is no longer known to Slurm" if head is None else f"has ended ({head.state}, {head.reason})"
             if self.arrays:

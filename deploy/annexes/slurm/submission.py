@@ -36,12 +36,6 @@ def job_prefix(run_dir: Path) -> str:
     return file_name_of(run_dir.name)
 
 
-def own_command() -> str:
-    """Return the path of the `headrace` command of this installation, which jobs run too."""
-    beside = Path(sys.executable).with_name("headrace")
-    return str(beside) if beside.exists() else "headrace"
-
-
 def sbatch_line(
     part: FleetPart, config: FleetConfig, run_dir: Path, *, tasks: int | None = None, after: str = ""
 ) -> list[str]:
@@ -49,7 +43,7 @@ def sbatch_line(
 
     `tasks`: the number of tasks of an array; None for a job without an array. `after`: the job that must have started.
     """
-    slurm = config.slurm
+    slurm, beside = config.slurm, Path(sys.executable).with_name("headrace")  # jobs run this installation too
     name = "%x-%j" if tasks is None else "%x-%A_%a"
     return [
         *("sbatch", "--parsable", "--export=ALL", f"--job-name={job_prefix(run_dir)}-{part}"),
@@ -61,7 +55,7 @@ def sbatch_line(
         *(slurm.head_options if part is FleetPart.HEAD else []),
         str(part.script),
         str(run_dir),
-        own_command(),
+        str(beside) if beside.exists() else "headrace",
         *([str(slurm.workers_per_task)] if part is FleetPart.WORKERS else []),
     ]
 
