@@ -150,6 +150,30 @@ def test_after_ctrl_c_in_a_call_a_stream_goes_on_with_each_batch_once(
     assert row.settled.committed[0] == witness.steps == sum(feeder.steps.values())
 
 
+def test_ctrl_c_in_a_commit_comes_after_the_commit_was_sent(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, own = signal.signal(signal.SIGINT, signal.default_int_handler), LearnerSession.commit
+    sent = list[int]()
+
+    def interrupted(session: LearnerSession, now: float, *, at_once: bool = True) -> None:
+        signal.raise_signal(signal.SIGINT)
+        own(session, now, at_once=at_once)
+        sent.append(session.consumed_batches)
+
+    start_feeder(broker.endpoints.worker, Envs(1).fragments(1))
+    stream = open_stream(auto_commit=False)
+    try:
+        assert stream.next(TIMEOUT_S) is not None
+        monkeypatch.setattr(LearnerSession, "commit", interrupted)
+        stream.commit()
+        with pytest.raises(KeyboardInterrupt):  # it comes a moment later
+            time.sleep(TIMEOUT_S)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert sent == [1]
+
+
 def test_ctrl_c_ends_a_call_that_waits(broker: BrokerThread, open_stream: OpenStream) -> None:
     stream = open_stream()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
