@@ -23,7 +23,8 @@ from headrace.learner_stub.checkpoints.state_tree import pack, unpack
 from headrace.learner_stub.link.fleet_place import await_start
 from headrace.learner_stub.publishing.publisher import StateDict, as_arrays
 from headrace.learner_stub.streaming.stream import EpisodeStream
-from headrace.schemas.errors import CheckpointError, DecodeError
+from headrace.schemas.basics.bounds import TRAIN
+from headrace.schemas.errors import CheckpointError, ConfigError, DecodeError
 from headrace.schemas.messages.weights import CONNECTORS, split_modules
 
 _TREE = "own"
@@ -94,8 +95,12 @@ class LearnerState:
 
         Raises `NotFiniteError` for a policy that `WeightPublisher.publish` refuses, so that the last finite one stays;
         `allow_non_finite` is as there. Raises `EncodeError` for a value that no file can hold, `FencedError` where a
-        learner of a higher epoch has written there, and `RunDirError` when the folder cannot be written to.
+        learner of a higher epoch has written there, and `RunDirError` when the folder cannot be written to. Raises
+        `ConfigError` where the folder is a run directory, and `stream` reads for another group than the learner's.
         """
+        if stream.group != TRAIN and (self._path.parent / "broker.json").exists():
+            detail = f"{self._path} is the learner's; save the state of group {stream.group!r} in another folder"
+            raise ConfigError(detail, key="group")
         tree, own = pack(more, OWN)
         arrays = {**stored_arrays(as_arrays(policy, allow_non_finite=allow_non_finite)), **own}
         state = {"updates": updates, "steps": steps, _TREE: tree}

@@ -16,7 +16,14 @@ from torch import nn
 from headrace.learner_stub import LearnerState
 from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, load_checkpoint, published_arrays, save_checkpoint
 from headrace.learner_stub.checkpoints.learner_state import save_policy
-from headrace.schemas.errors import CheckpointError, EncodeError, FencedError, NotFiniteError, UnreachableError
+from headrace.schemas.errors import (
+    CheckpointError,
+    ConfigError,
+    EncodeError,
+    FencedError,
+    NotFiniteError,
+    UnreachableError,
+)
 from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
 
 PLACE = {"slot": 0, "incarnation": 1, "settled": {"seq": 3, "committed": [96, 3], "dropped": {}}}
@@ -25,8 +32,9 @@ PLACE = {"slot": 0, "incarnation": 1, "settled": {"seq": 3, "committed": [96, 3]
 class Stream:
     """The part of a stream that a saved state needs."""
 
-    def __init__(self, epoch: int = 1) -> None:
+    def __init__(self, epoch: int = 1, group: str = "train") -> None:
         self.epoch = epoch
+        self.group = group
 
     def position(self) -> list[dict[str, Any]]:
         return [PLACE]
@@ -115,6 +123,15 @@ def test_a_learner_that_was_replaced_cannot_save(tmp_path: Path) -> None:
     second.save(Stream(epoch=2), weights)
     with pytest.raises(FencedError, match="learner epoch 2; this learner, epoch 1, stops"):
         first.save(Stream(epoch=1), weights)
+
+
+def test_another_groups_reader_does_not_write_over_the_learners_checkpoint(tmp_path: Path) -> None:
+    own, reader = tmp_path / "own", Stream(group="evaluate")
+    (tmp_path / "broker.json").touch()
+    with pytest.raises(ConfigError, match="is the learner's; save the state of group 'evaluate' in another folder"):
+        LearnerState(tmp_path).save(reader, {"weight": torch.ones(1)})
+    own.mkdir()
+    assert LearnerState(own).save(reader, {"weight": torch.ones(1)}).exists()
 
 
 @pytest.mark.parametrize(
