@@ -117,7 +117,7 @@ def test_a_users_own_learner_saves_a_policy_that_load_policy_reads(tmp_path: Pat
 class Position:
     """Of a stream, what `LearnerState.save` asks for."""
 
-    epoch = 2
+    epoch, group = 2, "train"
 
     def position(self) -> list[dict[str, Any]]:
         return []

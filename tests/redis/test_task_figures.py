@@ -172,8 +172,8 @@ def test_figures_agree_with_the_chunks_of_a_learner_over_restarts_of_the_broker(
             tmp_path,
             {"sampling": sampling, "worker": {"random_actions_before_weights": True}},
         )
+        spreading = publish({"level": spread(1.0, 2.0)})  # before a window of episodes without it is full
         with worker:
-            spreading = publish({"level": spread(1.0, 2.0)})
             wait_until(lambda: told(spreading, "episodes") > 10, "episodes that no learner has")
             broker.stop()
             broker = start()

@@ -84,7 +84,8 @@ def told_info(info: Any) -> tuple[dict[str, Any], bytes]:
 
     Raises `EnvContractError` for an info that JSON cannot hold, so that every placement refuses the same ones.
     """
-    check_info(info)
+    if not isinstance(info, dict):
+        raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
     try:
         return _read_info(info)
     except BaseException as error:

@@ -59,7 +59,7 @@ class LaneDriver(Protocol):
     @property
     def live(self) -> NDArray[np.intp] | None:
         """Lanes with an episode, None when all have one."""
-        live: NDArray[np.intp] | None = self._recovery.live
+        live: NDArray[np.intp] | None = None if self._recovery.are_all_up else self._recovery.live
         return live
 
     @property
