@@ -14,7 +14,7 @@ from __future__ import annotations
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.messages import LearnerHello, Message, SupervisorHello, WorkerHello
+from headrace.schemas.messages import GroupHello, LearnerHello, Message, SupervisorHello, WorkerHello
 
 OTHER_GROUP = "other_group"
 
@@ -51,8 +51,9 @@ class SlotOwners:
         if key is not None and isinstance(hello, WorkerHello | LearnerHello | SupervisorHello):
             if key.revoked:
                 raise DecodeError(*revocation(key))
-            if key.role != hello.role:
-                detail = f"this peer says that it is a {hello.role}, with the key of a {key.role}"
+            role = "learner" if isinstance(hello, GroupHello) else hello.role
+            if key.role != role:
+                detail = f"this peer says that it is a {role}, with the key of a {key.role}"
                 raise DecodeError("wrong_role", detail)
         if isinstance(hello, WorkerHello) and hello.slot is not None:
             self._judge_slot(hello.slot, key.group if key is not None else None)

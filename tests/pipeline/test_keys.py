@@ -136,6 +136,14 @@ def test_with_the_fleets_keys_chunks_and_weights_arrive(
     assert guarded.ask(lambda broker: not broker.sockets.auth.refused)
 
 
+def test_a_reader_of_another_group_shows_the_learners_key(
+    guarded: BrokerThread, ours: Path, start_feeder: StartFeeder
+) -> None:
+    feeder = start_feeder(guarded.endpoints.worker, Envs().fragments(3), keys=keys_of(ours))
+    with EpisodeStream(guarded.endpoints.learner, keys=ours, group="record", connect_timeout_s=TIMEOUT_S) as stream:
+        assert sum(batch.steps for batch in batches_of(stream, feeder.all_shipped)) == sum(feeder.steps.values()) > 0
+
+
 @pytest.mark.long
 def test_without_an_argument_the_environment_variable_names_the_keys_folder(
     guarded: BrokerThread, ours: Path, monkeypatch: pytest.MonkeyPatch
