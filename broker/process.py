@@ -57,6 +57,7 @@ from headrace.schemas.messages import (
     LearnerRows,
     LearnerWelcome,
     Message,
+    RankHello,
     Reject,
     TeacherHello,
     WeightsAck,
@@ -328,7 +329,7 @@ class Broker:
 
         Reject one at the other role's port, where it can never succeed, and name the right endpoint.
         """
-        if isinstance(hello, LearnerHello | TeacherHello) is (socket is self.sockets.learners):
+        if isinstance(hello, LearnerHello | RankHello | TeacherHello) is (socket is self.sockets.learners):
             self.core.receive(peer, hello, now, self.keyed.introduce(socket, peer, frame))
             return
         at, right = ("learner", "worker") if socket is self.sockets.learners else ("worker", "learner")

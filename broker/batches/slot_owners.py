@@ -14,7 +14,7 @@ from __future__ import annotations
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.messages import GroupHello, LearnerHello, Message, SupervisorHello, WorkerHello
+from headrace.schemas.messages import GroupHello, LearnerHello, Message, RankHello, SupervisorHello, WorkerHello
 
 OTHER_GROUP = "other_group"
 
@@ -48,10 +48,10 @@ class SlotOwners:
 
     def judge(self, hello: Message, key: PeerKey | None) -> None:
         """Raise `DecodeError` for a HELLO of another role than its key, or for a slot that the peer may not have."""
-        if key is not None and isinstance(hello, WorkerHello | LearnerHello | SupervisorHello):
+        if key is not None and isinstance(hello, WorkerHello | LearnerHello | RankHello | SupervisorHello):
             if key.revoked:
                 raise DecodeError(*revocation(key))
-            role = "learner" if isinstance(hello, GroupHello) else hello.role
+            role = "learner" if isinstance(hello, GroupHello | RankHello) else hello.role
             if key.role != role:
                 detail = f"this peer says that it is a {role}, with the key of a {key.role}"
                 raise DecodeError("wrong_role", detail)

@@ -32,7 +32,7 @@ from headrace.broker.sessions.worker_sessions import WorkerSessions
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.runner_counters import Counters, larger
-from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.bounds import TRAIN, Version
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.errors import DecodeError
@@ -43,8 +43,10 @@ from headrace.schemas.messages import (
     GroupHello,
     Heartbeat,
     LearnerHello,
+    LearnerWelcome,
     Message,
     Obituary,
+    RankHello,
     Reject,
     Skip,
     SupervisorHello,
@@ -91,6 +93,7 @@ class BrokerCore:
             WorkerHello: self._on_worker_hello,
             LearnerHello: self._on_learner_hello,
             GroupHello: self._on_group_hello,
+            RankHello: self._on_rank_hello,
             SupervisorHello: self.workers.on_supervisor_hello,
         }
         self.handlers: dict[type, Callable[[Peer, Any, float], None]] = {
@@ -141,7 +144,7 @@ class BrokerCore:
     def _refuse(self, peer: Peer, message: Message, error: DecodeError) -> None:
         """Count and log a message that is wrong, and reject it if its sender waits for an answer."""
         self.refusals.note(self.name_of(peer), f"{error.reason} {type(message).__name__}", error.detail)
-        if isinstance(message, WorkerHello | LearnerHello | SupervisorHello | Tasks):
+        if isinstance(message, WorkerHello | LearnerHello | RankHello | SupervisorHello | Tasks):
             self.outbox.reject(peer, error.reason, error.detail)
         elif isinstance(message, Obituary | Bye):
             self.outbox.send(peer, Reject(code=error.reason, detail=error.detail, fatal=False))
@@ -322,6 +325,13 @@ class BrokerCore:
     def _on_group_hello(self, peer: Peer, hello: GroupHello, now: float, _: str | None) -> None:
         self.groups.on_hello(peer, hello, self.workers.spaces, now)
         self.workers.mark_all_changed()
+
+    def _on_rank_hello(self, peer: Peer, hello: RankHello, _now: float, _: str | None) -> None:
+        group = self.groups.by_name.get(hello.group)
+        sessions = group.learners if group is not None else self.learners
+        ranks = sessions.ranks if group is not None or hello.group == TRAIN else None
+        fleet_id, epoch = self.learners.fleet_id, max(1, self.state.epoch)
+        self.outbox.send(peer, LearnerWelcome(fleet_id=fleet_id, epoch=epoch, ranks=ranks))
 
     def _on_commit(self, peer: Peer, commit: Commit, now: float) -> None:
         self._sessions_of(peer).on_commit(peer, commit, now)

@@ -23,6 +23,7 @@ from headrace.schemas.messages import (
     LearnerHello,
     LearnerRows,
     LearnerWelcome,
+    Ranks,
     SourceEnd,
     SourceGap,
     SourceStart,
@@ -46,7 +47,7 @@ class LearnerSessions:
 
     def __init__(self, fleet_id: str, state: GroupState, store: BatchStore, outbox: Outbox, group: str = TRAIN) -> None:
         self.lease: LearnerLease | None = None
-        self._fleet_id = fleet_id
+        self.fleet_id = fleet_id
         self._state = state
         self._store = store
         self._outbox = outbox
@@ -67,8 +68,8 @@ class LearnerSessions:
 
         A learner that holds the lease gets it again, a new learner gets a new one, and an old learner is fenced.
         """
-        if hello.fleet_id not in ("", self._fleet_id):
-            detail = f"this broker serves fleet {self._fleet_id!r}, not {hello.fleet_id!r}; check the endpoint"
+        if hello.fleet_id not in ("", self.fleet_id):
+            detail = f"this broker serves fleet {self.fleet_id!r}, not {hello.fleet_id!r}; check the endpoint"
             self._outbox.reject(peer, "wrong_fleet", detail)
             return
         holder, learner = self.lease, self._lease_for(hello)
@@ -88,6 +89,11 @@ class LearnerSessions:
         self._send_welcome(peer, learner, spaces)
         if hello.channel == "stream":
             self._end_folded(peer, hello)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Return the ranks that share the stream's batches, and where rank 0 serves; None while there is none."""
+        return self.lease.ranks if self.lease is not None and self.lease.stream is not None else None
 
     def _end_folded(self, peer: Peer, hello: LearnerHello) -> None:
         """Tell a learner of the end of folded lives that it knows. It may have been away when they ended."""
@@ -152,7 +158,7 @@ class LearnerSessions:
     def _send_welcome(self, peer: Peer, learner: LearnerLease, spaces: dict[str, Any]) -> None:
         learner.weights_told[peer] = self._weights_told
         welcome = LearnerWelcome(
-            fleet_id=self._fleet_id,
+            fleet_id=self.fleet_id,
             epoch=learner.epoch,
             spaces=spaces,
             published=self._store.weights,

@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.broker.batches.source import Peer
 from headrace.schemas.frames.compression import readable_encodings
-from headrace.schemas.messages import LearnerHello
+from headrace.schemas.messages import LearnerHello, Ranks
 
 _WAITS_S = 1.5
 """A stream in which its user waits says so twice a second. One that is silent for longer computes."""
@@ -23,6 +23,8 @@ class LearnerLease:
     epoch: int
     stream: Peer | None = None
     publisher: Peer | None = None
+    ranks: Ranks | None = None
+    """The ranks that share the stream's batches, and where rank 0 serves; None for a stream of one process."""
     window_batches: int = 1
     window_bytes: int = 1
     outstanding: deque[int] = field(default_factory=deque)
@@ -52,7 +54,7 @@ class LearnerLease:
         Batches under way on its last connection are lost, received ones are not.
         """
         self.weights_told.pop(self.stream or b"", None)
-        self.stream = peer
+        self.stream, self.ranks = peer, hello.ranks
         self.window_batches, self.window_bytes = hello.window_batches, hello.window_bytes
         self.reads_all = set(readable_encodings()) <= set(hello.encodings)
         self.outstanding.clear()

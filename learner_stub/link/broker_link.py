@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import zmq
 
@@ -58,6 +59,11 @@ class BrokerLink:
     def usable(self) -> bool:
         """Return whether the connection is not closed, and of this process."""
         return self._own is None or self._own.usable
+
+    @property
+    def connected(self) -> bool:
+        """Return whether there is a connection, as far as was observed in `receive`."""
+        return self._own is not None and self._handshakes.connected
 
     def watch(self, poller: zmq.Poller) -> None:
         """Let a poller wait for the next message."""
@@ -120,7 +126,7 @@ class BrokerLink:
     def why_silent(self, deadline_s: float) -> HeadraceError:
         """Return the error for a broker that has not answered within `deadline_s`."""
         if self._own is None:
-            return UnreachableError("broker", "its rendezvous, which names no address", deadline_s)
+            return UnreachableError(*self.place.unknown, deadline_s)
         return self._handshakes.why_silent(deadline_s)
 
     def close(self, deadline_s: float = _LEAVING_S) -> None:
@@ -129,8 +135,15 @@ class BrokerLink:
             self._own.close(deadline_s)
 
 
-def await_message(links: Sequence[BrokerLink], wait_s: float) -> None:
-    """Wait until a message has arrived from one of these brokers, at most `wait_s`."""
+class Watched(Protocol):
+    """A connection on which messages arrive."""
+
+    def watch(self, poller: zmq.Poller) -> None:
+        """Let a poller wait for the next message."""
+
+
+def await_message(links: Sequence[Watched], wait_s: float) -> None:
+    """Wait until a message has arrived on one of these connections, at most `wait_s`."""
     poller = zmq.Poller()
     for link in links:
         link.watch(poller)

@@ -19,7 +19,7 @@ from typing import Protocol
 from headrace.learner_stub.link.time_spent import NOT_MEASURED, TimeSpent
 from headrace.schemas.basics.bounds import TRAIN, Version
 from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torch_threads
-from headrace.schemas.errors import FencedError
+from headrace.schemas.errors import ConfigError, FencedError
 from headrace.schemas.messages import LearnerWelcome, ModuleKinds, ModuleShapes, Status
 
 log = logging.getLogger("headrace.learner")
@@ -34,6 +34,8 @@ _OLDER: dict[str, set[str]] = {}
 """The token of a stream that opens -> the tokens of earlier streams of this process to the same brokers."""
 _REPLACED: set[str] = set()
 """The tokens of streams that a later stream of this process has replaced, and of their publishers."""
+_RANKS: dict[_Place, int] = {}
+"""The rank of this process, other than 0, at each endpoint."""
 _WARNED_OF_THREADS: set[int] = set()
 """The process id of a process that has warned; a child by fork has its own."""
 _PUMPED: weakref.WeakSet[Pumpable] = weakref.WeakSet()
@@ -117,6 +119,18 @@ def check_newest(token: str, group: str = TRAIN) -> None:
     if group != TRAIN:
         raise FencedError("fenced", f"{later} of group {group!r}; use the later one")
     raise FencedError("fenced", f"{later} and its WeightPublisher; use the later one, and open its publisher after it")
+
+
+def note_rank(endpoint: str, rank: int) -> None:
+    """Note that this process reads as another rank than 0, or, with `rank` 0, that it does so no longer."""
+    _RANKS[os.getpid(), TRAIN, endpoint] = rank
+
+
+def check_publishes(endpoints: Sequence[str]) -> None:
+    """Raise `ConfigError` where this process is another rank than 0: its weights would end the lease of rank 0."""
+    rank = max((_RANKS.get(place, 0) for place in _places(endpoints, TRAIN)), default=0)
+    if rank:
+        raise ConfigError(f"rank 0 publishes the weights, and this is rank {rank}", key="rank")
 
 
 def forget_token(token: str) -> None:

@@ -51,6 +51,7 @@ class WeightPublisher(Closable):
     endpoint, keys, run_dir, rendezvous: as for `EpisodeStream`.
 
     Raises:
+        ConfigError: this process reads as another rank than 0.
         FencedError: a newer learner has taken over; later calls raise it too.
         UnreachableError: no broker answers in time.
         KeysError: the keys cannot be used.
@@ -69,6 +70,7 @@ class WeightPublisher(Closable):
         rendezvous: Where | AddressSource | Sequence[AddressSource] = None,
     ) -> None:
         endpoints = as_list(endpoint)
+        connection.check_publishes(endpoints)
         peer_keys = client_keys(keys, "learner")
         sources = address_sources(run_dir, rendezvous, len(endpoints))
         self.token = connection.process_token(endpoints)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from typing import Any
 
 from headrace.learner_stub.link import connection
 from headrace.learner_stub.link.broker_link import BrokerLink
 from headrace.learner_stub.streaming.lag import LagMonitor
-from headrace.learner_stub.streaming.ready_batches import ReadyBatches
+from headrace.learner_stub.streaming.ready_batches import ReadyBatches, Turns
 from headrace.learner_stub.streaming.session import LearnerSession, LearnerSessionState, StreamLimits
 from headrace.learner_stub.streaming.source_progress import CheckpointPosition
 from headrace.schemas.basics.bounds import TRAIN, Version
@@ -38,7 +39,8 @@ _QUIET_S = 1.0
 class BrokerStream:
     """The session with one broker, its batches in order, and how old they are.
 
-    `fleet_id`, `position`, `warn_lag` and `group` are as of `EpisodeStream`.
+    `fleet_id`, `position`, `warn_lag` and `group` are as of `EpisodeStream`. `turns` keep the
+    batches that are handed out until they settle; None: a commit settles all of them.
     """
 
     def __init__(
@@ -49,17 +51,20 @@ class BrokerStream:
         position: list[CheckpointPosition],
         warn_lag: float | None,
         group: str = TRAIN,
+        *,
+        turns: Turns | None = None,
     ) -> None:
         self.link = link
         self.session = LearnerSession(link.token, limits, fleet_id=fleet_id, position=[*position], group=group)
-        self.ready = ReadyBatches(self.session, position)
+        self.ready = ReadyBatches(self.session, position, turns)
         self.lag = LagMonitor(warn_lag)
         self.session.figures = partial(_figures, link.token, self.lag)  # not a method: a cycle would outlive the stream
 
     @property
     def is_active(self) -> bool:
-        """Return whether the broker has welcomed this learner, and answers."""
-        return self.session.state is LearnerSessionState.ACTIVE
+        """Return whether the broker has welcomed this learner, and answers. Rank 0 answers as long as it is there."""
+        is_patient = math.isinf(self.session.limits.silence_s)
+        return self.session.state is LearnerSessionState.ACTIVE and (self.link.connected or not is_patient)
 
     @property
     def published(self) -> Version:
@@ -82,6 +87,13 @@ class BrokerStream:
         while not self.ready and (arrival := self.session.take()) is not None:
             self.ready.open(arrival, self.newest)
         return bool(self.ready)
+
+    def open_one(self) -> bool:
+        """Read the next arrival. Return whether there was one."""
+        arrival = self.session.take()
+        if arrival is not None:
+            self.ready.open(arrival, self.newest)
+        return arrival is not None
 
     def hand_out(self) -> ChunkBatch:
         """Return the next batch; there must be one."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from headrace.learner_stub.streaming.continuity import SourceEpisodes
@@ -26,27 +27,55 @@ log = logging.getLogger("headrace.learner")
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A batch to hand out, and the counts that settle with it. Only batches that were handed out ever settle."""
+    """A batch to hand out, or None, and the counts that settle with it, in the order of the arrivals."""
 
-    batch: ChunkBatch
+    batch: ChunkBatch | None
     arrival: Arrival
     committed: Count = (0, 0)
     dropped: dict[str, Count] = field(default_factory=dict)
-    settles: bool = False
+    settles: bool = True
+
+
+class Turns:
+    """Batches handed out and not settled, by the round in which they were. Users keep those of `lag` rounds."""
+
+    def __init__(self, lag: int) -> None:
+        self.lag = lag
+        self.round = 0
+        """Number of the newest round."""
+        self.later: deque[Callable[[], None]] = deque()
+        """Calls that settle the batches, in order."""
+        self.open: deque[int] = deque()
+        """Of each round that is not settled, the number of its calls in `later`."""
+
+    def begin(self) -> None:
+        """Note that what was put into `later` since the last call is of a new round."""
+        self.round += 1
+        self.open.append(len(self.later) - sum(self.open))
+
+    def settle(self, newest: int) -> None:
+        """Settle the rounds up to `newest`."""
+        while self.open and self.round - len(self.open) < newest:
+            for _ in range(self.open.popleft()):
+                self.later.popleft()()
 
 
 class ReadyBatches:
     """Batches that wait to be handed out, in order. `session` is told what becomes of each.
 
+    `turns` keep the calls that tell it until the batches settle; None: they are made as batches are handed out.
     `position` is of an earlier life of this learner; its open episodes get their end here.
 
     dropped: steps by reason that will never be handed out, of the sources that arrived.
     """
 
-    def __init__(self, session: LearnerSession, position: Iterable[CheckpointPosition] = ()) -> None:
+    def __init__(
+        self, session: LearnerSession, position: Iterable[CheckpointPosition] = (), turns: Turns | None = None
+    ) -> None:
         self.modules = ModuleReaders()
         self.dropped: Counter[str] = Counter()
         self._session = session
+        self._turns = turns
         self._episodes = {
             (place.slot, place.incarnation): SourceEpisodes(before=place.open_episodes, gap_reason=place.gap_reason)
             for place in position
@@ -57,7 +86,10 @@ class ReadyBatches:
         """Ends that wait for the spaces, from which markers are made. A new broker may not know the spaces yet."""
 
     def __len__(self) -> int:
-        return len(self._ready)
+        return sum(ready.batch is not None for ready in self._ready)
+
+    def __bool__(self) -> bool:
+        return bool(self._ready)  # the first one has a batch
 
     def open_episodes(self, slot: int, incarnation: int) -> OpenEpisodes | None:
         """Return the episodes of a source that are open here, for the learner's own checkpoint; None if there is none.
@@ -80,12 +112,30 @@ class ReadyBatches:
         ready = self._ready.popleft()
         if ready.arrival.kind is ArrivalKind.BATCH and ready.arrival.key in self._episodes:
             self._episodes[ready.arrival.key].note_handed_out()
-        if ready.settles:
-            self._session.settle(ready.arrival, ready.committed, ready.dropped)
-            if ready.arrival.kind is ArrivalKind.END:
-                self._episodes.pop(ready.arrival.key, None)
+        self._settle(ready)
+        while self._ready and self._ready[0].batch is None:
+            self._settle(self._ready.popleft())
         batch = ready.batch
+        assert batch is not None, "the first one has a batch"
         return replace(batch, newest=newest) if batch.steps and newest > batch.newest else batch
+
+    def _settle(self, ready: _Ready) -> None:
+        if ready.settles and self._turns is not None:
+            self._turns.later.append(partial(self._settle_now, ready))
+        elif ready.settles:
+            self._settle_now(ready)
+
+    def _settle_in_turn(self, ready: _Ready) -> None:
+        """Settle an arrival of which nothing is handed out, after those before it."""
+        if self._ready:
+            self._ready.append(ready)
+        else:
+            self._settle(ready)
+
+    def _settle_now(self, ready: _Ready) -> None:
+        self._session.settle(ready.arrival, ready.committed, ready.dropped)
+        if ready.arrival.kind is ArrivalKind.END:
+            self._episodes.pop(ready.arrival.key, None)
 
     def open(self, arrival: Arrival, newest: Version = (0, 0)) -> None:
         """Turn an arrival into batches to hand out: possibly none, or markers only.
@@ -123,7 +173,7 @@ class ReadyBatches:
             self._episodes[arrival.key] = SourceEpisodes(before=before, gap_reason=episodes.gap_reason)
         self._ready.extend(_Ready(batch, arrival, settles=batch is markers[-1]) for batch in markers)
         if not markers:
-            self._session.settle(arrival, (0, 0), {})
+            self._settle_in_turn(_Ready(None, arrival))
 
     def _open_batch(self, arrival: Arrival, episodes: SourceEpisodes, newest: Version) -> None:
         assert isinstance(arrival.content, UnreadBatch)
@@ -144,14 +194,14 @@ class ReadyBatches:
         for part in given:
             self._ready.append(_Ready(part, arrival, committed, dropped, settles=part is given[-1]))
         if not given:
-            self._session.settle(arrival, committed, dropped)
+            self._settle_in_turn(_Ready(None, arrival, committed, dropped))
 
     def _leave_out(self, arrival: Arrival, episodes: SourceEpisodes, reason: str, lost: dict[str, Count]) -> None:
         """Note a hole in this source. A hole without a batch is settled already: only count its steps."""
         episodes.gap_reason = reason
         self.dropped.update({name: steps for name, (steps, _) in lost.items()})
         if arrival.batch is not None:
-            self._session.settle(arrival, (0, 0), lost)
+            self._settle_in_turn(_Ready(None, arrival, (0, 0), lost))
 
 
 class ModuleReaders:

@@ -41,6 +41,7 @@ from headrace.schemas.messages import (
     LearnerHello,
     LearnerWelcome,
     Message,
+    Ranks,
     Reject,
     SourceEnd,
     SourceGap,
@@ -108,6 +109,8 @@ class LearnerSession:
         self.limits = limits
         self.fleet_id = fleet_id
         self.group = group
+        self.ranks: Callable[[], Ranks | None] | None = None
+        """Returns what the HELLO tells of the ranks that share the batches."""
         self.state = LearnerSessionState.JOINING
         self.epoch = 0
         self.spaces: dict[str, Any] = {}
@@ -291,6 +294,7 @@ class LearnerSession:
                 program=program_name(),
                 headrace_version=headrace_version(),
                 encodings=readable_encodings(),
+                ranks=self.ranks() if self.ranks is not None else None,
             )
         )
 

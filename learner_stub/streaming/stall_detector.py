@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from headrace.learner_stub.streaming.ready_batches import Turns
 from headrace.learner_stub.streaming.session import LearnerSession, LearnerSessionState
 from headrace.schemas.errors import WindowStalledError
 from headrace.schemas.messages import Status
@@ -21,34 +22,41 @@ log = logging.getLogger("headrace.learner")
 
 
 class StallDetector:
-    """Measures how long a stream has waited for a batch, and whether one can come at all."""
+    """Measures how long a stream has waited for a batch, and whether one can come at all.
 
-    def __init__(self, sessions: Sequence[LearnerSession]) -> None:
+    `turns` have the batches that were handed out and wait to be settled.
+    """
+
+    def __init__(self, sessions: Sequence[LearnerSession], turns: Turns | None = None) -> None:
         self._sessions = sessions
+        self._turns = turns
         self._waited_s = self._hinted_s = 0.0
 
     def reset(self) -> None:
         """Note that something came."""
         self._waited_s = self._hinted_s = 0.0
 
-    def add_wait(self, seconds: float) -> None:
-        """Note that nothing came for `seconds` more.
+    def add_wait(self, seconds: float, *, of_others: bool = False) -> None:
+        """Note that nothing came for `seconds` more. `of_others`: other ranks may commit and end the wait.
 
         Raises `WindowStalledError` when learner and workers would wait for ever.
         """
         before, self._waited_s = self._waited_s, self._waited_s + seconds
         if self._waited_s // _SAY_WAITING_S > before // _SAY_WAITING_S:
             log.info("no batch for %.0f s: %s", self._waited_s, self._whom())
-        if self._waited_s > STALLED_S and self._all_wait:
+        if self._waited_s > STALLED_S and self._all_wait and not of_others:
             raise WindowStalledError(self._uncommitted(), self._waited_s)
 
-    def take_hint(self) -> bool:
-        """Return whether a larger window may end this wait: some worker waits for a commit. True once a second."""
+    def take_hint(self, *, needs_more: bool = False) -> bool:
+        """Return whether a larger window may end this wait: some worker waits for a commit. True once a second.
+
+        needs_more: the user waits for several batches, of which some may be here.
+        """
         blocked = any(session.status is not None and session.status.workers_blocked for session in self._sessions)
         if self._waited_s < self._hinted_s + _HINT_S or not blocked:
             return False
         self._hinted_s = self._waited_s
-        return self._uncommitted() > 0
+        return needs_more or self._uncommitted() > 0
 
     @property
     def starved(self) -> bool:
@@ -80,4 +88,5 @@ class StallDetector:
         return [session.status for session in active if session.status is not None]
 
     def _uncommitted(self) -> int:
-        return sum(session.uncommitted() for session in self._sessions)
+        waiting = len(self._turns.later) if self._turns is not None else 0
+        return waiting + sum(session.uncommitted() for session in self._sessions)

@@ -19,16 +19,21 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from headrace.learner_stub.link import connection
-from headrace.learner_stub.link.broker_link import BrokerLink, await_message
+from headrace.learner_stub.link.broker_link import BrokerLink, Watched, await_message
 from headrace.learner_stub.link.fleet_place import Where, address_sources, as_list, find_fleet
+from headrace.learner_stub.link.ranks import RankPort, RankZero, chosen_rank
 from headrace.learner_stub.link.time_spent import TimeSpent
 from headrace.learner_stub.streaming.broker_stream import BrokerStream
 from headrace.learner_stub.streaming.lag import mean_lag
+from headrace.learner_stub.streaming.rank_rounds import RankRounds
+from headrace.learner_stub.streaming.rank_sessions import ENDED, MOST_AHEAD
+from headrace.learner_stub.streaming.ready_batches import Turns
 from headrace.learner_stub.streaming.session import LearnerSessionState, StreamLimits
 from headrace.learner_stub.streaming.source_progress import by_broker
 from headrace.learner_stub.streaming.stall_detector import StallDetector
@@ -41,7 +46,7 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.credentials.key_files import group_rule, is_group
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
 from headrace.schemas.errors import ConfigError, UnreachableError, refusal
-from headrace.schemas.messages.learner_messages import MOST_WINDOW_STEPS
+from headrace.schemas.messages.learner_messages import MOST_WINDOW_STEPS, Ranks
 from headrace.schemas.peers.fleet_address import SAY_WAITING_S, AddressSource
 from headrace.schemas.peers.fleet_place import FleetPlace
 
@@ -52,6 +57,9 @@ STOPPED_WAIT_S = 10.0
 
 _OTHER_BROKERS_S = 5.0
 """Seconds that a stream waits, once one of several brokers has answered, for the others to answer too."""
+
+_LAST_COMMITS_S = 5.0
+"""Seconds that rank 0 waits, before it closes, for the other ranks to commit what they got last."""
 
 
 class EpisodeStream:
@@ -80,6 +88,13 @@ class EpisodeStream:
     - group: the consumer group that this stream reads for. Each group gets every batch; "train" is the learner's, the
       only one that publishes weights and says how much is under way. A group that the fleet's config does not name in
       `broker.consumer_groups` begins with its first stream, and loses its oldest batches when it is slow.
+    - rank, world_size: this stream is one of `world_size` ranks, 0 and up, which share the batches of its group. Each
+      has a process; "env" takes both from RANK and WORLD_SIZE, as `torchrun` sets them. Rank 0 alone has a position,
+      and hands the batches to the others; see `round_of`.
+    - ranks: "shared": batches that a lost rank had not committed go to the others. "fixed": they wait for the next
+      process of that rank. A rank is lost after 5 s without a connection to rank 0.
+    - commit_lag: with `auto_commit`, asking for a batch settles the one that was asked for as many calls earlier: for
+      users that keep some batches waiting, as a `DataLoader` does.
     - keys: a folder with learner.secret and broker.public. None: the folder in the environment's HEADRACE_KEYS__DIR, or
       no keys. "" is no keys. A fleet at a Unix socket needs none.
 
@@ -97,6 +112,8 @@ class EpisodeStream:
         UnreachableError: no broker answers within `connect_timeout_s`.
         RefusedError: `fleet_id`, or the fleet of `position`, is not the broker's.
         ConfigError: `position` is of another number of brokers than there are endpoints, or of another group.
+        ConfigError: there is no such rank, or ranks are to sample synchronously.
+        RefusedError: rank 0 has another `world_size`.
         ConfigError: `group` is no name, or goes with `steps_per_update` or `synchronous`, which are the learner's.
         RefusedError: the workers of two brokers have different envs.
         KeysError: the keys cannot be used.
@@ -123,22 +140,23 @@ class EpisodeStream:
         run_dir: str | Path | None = None,
         rendezvous: Where | AddressSource | Sequence[AddressSource] = None,
         group: str = TRAIN,
+        rank: int | Literal["env"] = 0,
+        world_size: int = 1,
+        ranks: Literal["shared", "fixed"] = "shared",
+        commit_lag: int = 0,
     ) -> None:
-        if not group or not is_group(group):
-            raise ConfigError(f"{brief(group)} is no name of a consumer group; {group_rule()}", key="group")
-        if group != TRAIN and (steps_per_update is not None or synchronous):
-            raise ConfigError(
-                f"group {group!r} publishes no weights, so it takes neither steps_per_update nor synchronous",
-                key="group",
-            )
-        if steps_per_update is not None and not 0 < steps_per_update <= MOST_WINDOW_STEPS // 2:
-            raise ValueError(
-                f"steps_per_update = {brief(steps_per_update)} is out of bounds; give one of 1 to 2**39, or None"
-            )
         endpoints = as_list(endpoint)
-        if synchronous and len(endpoints) > 1:
-            raise ConfigError(f"synchronous sampling has one broker, got {len(endpoints)} endpoints", key="synchronous")
+        self.rank, self.world_size = chosen_rank(rank, world_size)
+        _check_options(group, steps_per_update, synchronous, len(endpoints), self.world_size)
         peer_keys = client_keys(keys, "learner")
+        sources = address_sources(run_dir, rendezvous, len(endpoints))
+        self._turns = Turns(commit_lag) if auto_commit and (commit_lag or self.world_size > 1) else None
+        self._rounds: RankRounds | None = None
+        self._rank_zero: RankZero | None = None
+        if self.rank:  # rank 0 answers in the place of the brokers
+            own = Ranks(rank=self.rank, world_size=self.world_size)
+            self._rank_zero = RankZero(own, endpoints[0], sources[0], peer_keys, group)
+            endpoints, sources, position, peer_keys = [""], [self._rank_zero], None, self._rank_zero.keys
         self._batch_timeout_s = batch_timeout_s
         self.auto_commit = auto_commit
         self.delivered = 0
@@ -148,7 +166,12 @@ class EpisodeStream:
             synchronous=synchronous,
             steps_per_update=steps_per_update or 0,
         )
+        if self.rank:  # rank 0 says nothing while it trains
+            limits = replace(limits, silence_s=math.inf)
         places = by_broker(position or [], fleet_id, len(endpoints), group)
+        if self.world_size > 1 and not self.rank:
+            port = RankPort(self.world_size, endpoints, peer_keys)
+            self._rounds = RankRounds(port, self._turns, is_fixed=ranks == "fixed")
         self.group = group
         self.token = connection.stream_token(endpoints, group)
         self._forget_token = weakref.finalize(self, connection.forget_token, self.token)
@@ -157,23 +180,26 @@ class EpisodeStream:
         """Number of brokers whose spaces were compared and are equal."""
         self._turn = 0
         """The broker whose batch is handed out next, if it has one."""
-        sources = address_sources(run_dir, rendezvous, len(endpoints))
         for number, (address, source) in enumerate(zip(endpoints, sources, strict=True)):
             place = FleetPlace(
                 address,
                 "learner",
                 source,
                 patience_s=silence_timeout_s,
+                server="stream of rank 0" if self.rank else "broker",
                 stopped_patience_s=min(STOPPED_WAIT_S, silence_timeout_s),
             )
             link = BrokerLink(place, peer_keys, self.token, number)
-            self._brokers.append(BrokerStream(link, limits, *places[number], warn_lag, group))
+            broker = BrokerStream(link, limits, *places[number], warn_lag, group, turns=self._turns)
+            broker.session.ranks = self._rank_zero or self._rounds
+            self._brokers.append(broker)
         self._time = connection.shared(self.token).time_spent = TimeSpent()
         self._time.start()
-        self._updates = UpdateSize(steps_per_update, auto_commit=auto_commit)
+        in_hand = 1 + commit_lag + (MOST_AHEAD if self._rounds is not None else 0)
+        self._updates = UpdateSize(steps_per_update, auto_commit=auto_commit, rounds_in_hand=in_hand)
         self._published = self._newest_published()
         """The newest version that this process published to each broker, as of the last look."""
-        self._stall = StallDetector([broker.session for broker in self._brokers])
+        self._stall = StallDetector([broker.session for broker in self._brokers], self._turns)
         self._want_window()
         connection.enroll(self)
         self._join(connect_timeout_s)
@@ -209,27 +235,65 @@ class EpisodeStream:
 
     def next(self, timeout_s: float) -> ChunkBatch | None:
         """Return the next batch, or None after `timeout_s` seconds without one."""
+        batches = self._ask(1, timeout_s)
+        return batches[0] if batches else None
+
+    def round_of(self, count: int, timeout_s: float | None = None) -> list[ChunkBatch]:
+        """Return the next `count` batches together, or none after `timeout_s` seconds without as many.
+
+        None: wait until the fleet has ended. All ranks ask for the same `count`, and each gets as many, so that no rank
+        waits in a collective operation for one without data. A round begins when rank 0 asks for it, and is balanced by
+        steps.
+        """
+        if count < 1:
+            raise ValueError(f"count = {brief(count)}: a round has 1 batch or more")
+        if timeout_s is not None:
+            return self._ask(count, timeout_s)
+        while not self.ended:
+            if batches := self._ask(count, 1.0):
+                return batches
+        return []
+
+    def _ask(self, count: int, timeout_s: float) -> list[ChunkBatch]:
+        """Settle earlier batches if that is automatic, and wait for the next round of `count`."""
         connection.check_newest(self.token, self.group)
         self._time.follow()
         with self._time.part("decode"), interrupt_held():
-            return self._next(timeout_s)
+            if self.auto_commit:
+                self._commit(at_once=self.rank > 0, lag=self._turns.lag if self._turns is not None else 0)
+            deadline = connection.now() + timeout_s
+            while not (batches := self._take(count)):
+                left = deadline - connection.now()
+                if left <= 0 or self._is_over:
+                    self._note_wait(timeout_s, count)
+                    break
+                self.pump(min(left, 0.1))
+        return batches
 
-    def _next(self, timeout_s: float) -> ChunkBatch | None:
-        if self.auto_commit:
-            self._commit(at_once=False)
-        deadline = connection.now() + timeout_s
-        while True:
-            broker = self._next_broker()
-            if broker is not None:
-                return self._hand_out(broker)
-            left = deadline - connection.now()
-            if left <= 0:
-                self._stall.add_wait(timeout_s)
-                if self._stall.take_hint():
-                    self._updates.widen()
-                    self._want_window()
-                return None
-            self.pump(min(left, 0.1))
+    def _note_wait(self, waited_s: float, count: int) -> None:
+        """Note that no round came for `waited_s`: because of other ranks, or else of the workers."""
+        if self._rounds is not None and self._rounds.waits_for():
+            return
+        self._stall.add_wait(waited_s, of_others=self._rounds is not None and bool(self._turns and self._turns.open))
+        if self._stall.take_hint(needs_more=count > 1 or self.world_size > 1):
+            self._updates.widen()
+            self._want_window()
+
+    def _take(self, count: int) -> list[ChunkBatch]:
+        """Hand out a round of `count` batches for each rank if there is one."""
+        if self._rounds is None:
+            batches = self._hand_out(count)
+        elif self._rounds.waits_for():
+            return []
+        else:
+            new = self._rounds.new_batches(count)
+            batches = self._hand_out(new)
+            if len(batches) == new:
+                batches = self._rounds.share(batches, count)
+        if batches and self._turns is not None:
+            self._turns.begin()
+        self.delivered += len(batches)
+        return batches
 
     def _next_broker(self) -> BrokerStream | None:
         """Return the next broker, in turn, with a batch that is ready; None if there is none."""
@@ -239,18 +303,38 @@ class EpisodeStream:
                 return broker
         return None
 
-    def _hand_out(self, broker: BrokerStream) -> ChunkBatch:
-        self._stall.reset()
-        self._note_published()
-        batch = broker.hand_out()
-        self.delivered += 1
-        self._updates.take(batch.steps)
-        broker.lag.observe(batch, self._updates.steps)
-        self._want_window()
-        return batch
+    def _hand_out(self, count: int) -> list[ChunkBatch]:
+        """Return the next `count` batches, or none if there are fewer."""
+        if count > 1 and not self._open(count):
+            return []
+        batches: list[ChunkBatch] = []
+        while len(batches) < count and (broker := self._next_broker()) is not None:
+            if not batches:
+                self._stall.reset()
+                self._note_published()
+            batch = broker.hand_out()
+            broker.lag.observe(batch, self._updates.steps)
+            batches.append(batch)
+        if batches:
+            self._updates.take(sum([batch.steps for batch in batches]))
+            self._want_window()
+        return batches
+
+    def _open(self, count: int) -> bool:
+        """Read what has arrived until `count` batches are ready. Return whether they are."""
+        if self.pending < count:
+            return False
+        while sum(len(broker.ready) for broker in self._brokers) < count:
+            if not sum([broker.open_one() for broker in self._brokers]):
+                return False
+        return True
 
     def commit(self) -> None:
-        """Settle every batch handed out so far: workers and broker may then forget it."""
+        """Settle every batch handed out so far: workers and broker may then forget it.
+
+        Rank 0 settles for all ranks, so call it once all have trained on what they got. A commit of another rank says
+        only that this one has. With `auto_commit` a round is settled once each rank has committed its part.
+        """
         self._note_published()
         if not any(seq for _, seq in self._published) and not self.auto_commit:
             self._end_update()
@@ -261,8 +345,17 @@ class EpisodeStream:
     def position(self) -> list[dict[str, Any]]:
         """Return how far this learner is, counting all it was handed as trained on, and which episodes are open.
 
-        The result is plain values for the learner's own checkpoint. It takes about 0.1 ms for each worker.
+        The result is plain values for the learner's own checkpoint. It takes about 0.1 ms for each worker. Rank 0 has
+        it for all ranks; take it where all have trained on what they got.
+
+        Raises:
+            ConfigError: this is another rank than 0.
+            RefusedError: a rank was lost, and its batches were not handed out again yet.
         """
+        if self.rank:
+            raise ConfigError(f"rank 0 has the position of all ranks; this is rank {self.rank}", key="rank")
+        if self._rounds is not None:
+            self._rounds.check_position()
         return [place for broker in self._brokers for place in broker.position()]
 
     def spaces(self, module_id: str | None = None, *, timeout_s: float = 300.0) -> Spaces:
@@ -306,6 +399,8 @@ class EpisodeStream:
 
         A loop over the stream ends then. A fleet that is back is not ended any more.
         """
+        if self._is_over:
+            return "" if self.pending else "rank 0 has closed its stream"
         reasons = [str(broker.link.place.ended or "") for broker in self._brokers if broker.session.epoch]
         return "; ".join(reasons) if all(reasons) else ""
 
@@ -353,11 +448,20 @@ class EpisodeStream:
         """Return the number of repeated batches that were ignored."""
         return sum(broker.session.redelivered for broker in self._brokers)
 
+    @property
+    def _is_over(self) -> bool:
+        """Return whether rank 0 has told this rank that it closes its stream."""
+        return self.rank > 0 and (self._brokers[0].session.refusal or ("",))[0] == ENDED
+
     def close(self) -> None:
         """Close the connection. Batches handed out and not committed go to the next learner again.
 
-        A stream that is dropped without `close` does the same.
+        A stream that is dropped without `close` does the same. The loops of the other ranks end with that of rank 0.
         """
+        if self._rounds is not None:
+            self._rounds.close()
+        if self._rank_zero is not None:
+            self._rank_zero.close()
         connection.leave(self)
         self._forget_token()
         for broker in self._brokers:
@@ -371,7 +475,15 @@ class EpisodeStream:
     ) -> None:
         if kind is None and self.auto_commit and all(broker.link.usable for broker in self._brokers):
             self.commit()
+            self._await_ranks()
         self.close()
+
+    def _await_ranks(self) -> None:
+        """Wait a moment until the other ranks have committed their parts of the last round."""
+        deadline = connection.now() + _LAST_COMMITS_S
+        while self._rounds is not None and self._turns is not None and self._turns.open and connection.now() < deadline:
+            self.pump(0.05)
+            self._commit(at_once=True)
 
     # -- the wire -----------------------------------------------------------------------------------------------------
 
@@ -393,8 +505,10 @@ class EpisodeStream:
             for broker in self._brokers:
                 broker.pump(waiting=True)  # the heartbeat is due as the wait ends
         for broker in self._brokers:
-            if broker.session.refusal is not None:
+            if broker.session.refusal is not None and not self._is_over:
                 raise refusal(*broker.session.refusal)
+        if self._rounds is not None:
+            self._rounds.pump(self._brokers)
         self._check_spaces()
         self._follow_brokers()
         connection.pump_together(self)
@@ -416,7 +530,8 @@ class EpisodeStream:
         idle_s = min(wait_s, *(broker.session.idle_s(now) for broker in self._brokers))
         if idle_s > 0:
             with self._time.part("wait"):
-                await_message([broker.link for broker in self._brokers], idle_s)
+                links: list[Watched] = [broker.link for broker in self._brokers]
+                await_message(links if self._rounds is None else [*links, self._rounds], idle_s)
 
     def _follow_brokers(self) -> None:
         """Connect to the new addresses of brokers that have moved."""
@@ -442,7 +557,7 @@ class EpisodeStream:
 
     def _want_window(self) -> None:
         """Tell the brokers that answer how many steps to have under way, to each its share. Only the learner does."""
-        if self.group != TRAIN:
+        if self.group != TRAIN or self.rank:
             return
         steps = self._updates.window_steps()
         share = steps and -(-steps // (sum(broker.is_active for broker in self._brokers) or len(self._brokers)))
@@ -472,6 +587,30 @@ class EpisodeStream:
             self.close()
             raise
 
-    def _commit(self, *, at_once: bool) -> None:
+    def _commit(self, *, at_once: bool, lag: int = 0) -> None:
+        """Settle all batches but those of the newest `lag` rounds, as far as the other ranks have committed theirs."""
+        if self._turns is not None:
+            newest = self._turns.round - lag
+            self._turns.settle(newest if self._rounds is None else self._rounds.settled_round(newest))
+        elif self._rounds is not None and not self._rounds.settle_all():
+            return
         for broker in self._brokers:
             broker.commit(at_once=at_once)
+
+
+def _check_options(group: str, steps_per_update: int | None, synchronous: bool, brokers: int, world_size: int) -> None:
+    """Raise `ConfigError` or `ValueError` for options of a stream that contradict each other."""
+    if not group or not is_group(group):
+        raise ConfigError(f"{brief(group)} is no name of a consumer group; {group_rule()}", key="group")
+    if group != TRAIN and (steps_per_update is not None or synchronous):
+        raise ConfigError(
+            f"group {group!r} publishes no weights, so it takes neither steps_per_update nor synchronous", key="group"
+        )
+    if steps_per_update is not None and not 0 < steps_per_update <= MOST_WINDOW_STEPS // 2:
+        raise ValueError(
+            f"steps_per_update = {brief(steps_per_update)} is out of bounds; give one of 1 to 2**39, or None"
+        )
+    if synchronous and brokers > 1:
+        raise ConfigError(f"synchronous sampling has one broker, got {brokers} endpoints", key="synchronous")
+    if synchronous and world_size > 1:
+        raise ConfigError("synchronous sampling has one process for its learner, and no ranks", key="synchronous")

@@ -22,14 +22,16 @@ class UpdateSize:
     """The number of steps in one update: set by the user, or else measured between the ends of updates.
 
     An update ends when a version of the weights is published, or, if none ever is, when the user commits. With
-    `auto_commit`, batches are settled while the learner still gathers an update: each is committed by the next.
+    `auto_commit`, batches are settled while the learner still gathers an update: each is committed by a later one, with
+    `rounds_in_hand` in hand at a time.
     """
 
-    def __init__(self, told: int | None, *, auto_commit: bool) -> None:
+    def __init__(self, told: int | None, *, auto_commit: bool, rounds_in_hand: int = 1) -> None:
         self.has_ended = False
         """True once an update has ended. The first published version ends one without steps."""
         self._told = told
         self._auto_commit = auto_commit
+        self._rounds_in_hand = rounds_in_hand
         self._gathered = 0
         self._commits: deque[int] = deque([0], maxlen=_COMMITS)
         """Steps in each of the last commits of the update that is being gathered; the last one is still to come."""
@@ -39,7 +41,7 @@ class UpdateSize:
         self._widened = 1
 
     def take(self, steps: int) -> None:
-        """Note that a batch of `steps` was handed out."""
+        """Note that a batch of `steps` was handed out, or a round of several."""
         if self._auto_commit:
             self.commit()
         self._gathered += steps
@@ -83,5 +85,7 @@ class UpdateSize:
             return 0 if self._gathered and self._auto_commit else None
         if self._told is None and not self._recent and self._auto_commit and len(self._commits) == _COMMITS:
             return 0
-        in_hand = self._batch if self._auto_commit else self.steps
+        in_hand = self._batch * self._rounds_in_hand if self._auto_commit else self.steps
+        if not self.steps + in_hand and self._widened > 1:  # a first round of several batches
+            return 0
         return max(1, (self.steps + in_hand) * self._widened)

@@ -91,6 +91,9 @@ TRAIN = "train"
 MOST_GROUPS = 16
 """Most consumer groups of a fleet besides `TRAIN`."""
 
+MOST_RANKS = 1024
+"""Most processes that share the batches of one consumer group."""
+
 GroupName = Annotated[str, Field(pattern=rf"^{GROUP_PATTERN}$")]
 
 ChosenName = Annotated[str, Field(max_length=600)]

@@ -33,6 +33,8 @@ from headrace.schemas.messages.learner_messages import (
     LearnerRow as LearnerRow,
     LearnerRows as LearnerRows,
     LearnerWelcome as LearnerWelcome,
+    RankHello as RankHello,
+    Ranks as Ranks,
     SourceEnd as SourceEnd,
     SourceGap as SourceGap,
     SourceStart as SourceStart,
@@ -80,6 +82,7 @@ HELLO_BY_ROLE: dict[str, type[Message]] = {
     "worker": WorkerHello,
     "learner": LearnerHello,
     "group": GroupHello,
+    "rank": RankHello,
     "supervisor": SupervisorHello,
     "teacher": TeacherHello,
 }

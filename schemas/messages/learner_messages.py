@@ -11,6 +11,9 @@ from headrace.schemas.accounts.lag_buckets import LagCounts
 from headrace.schemas.accounts.ledger import HeldBatch, Settled
 from headrace.schemas.accounts.logged_metrics import RowValues
 from headrace.schemas.basics.bounds import (
+    HIGHEST_PORT,
+    MOST_RANKS,
+    TRAIN,
     Bytes,
     ChosenName,
     Epoch,
@@ -53,10 +56,26 @@ TimeOfParts = Annotated[dict[Annotated[str, Field(max_length=20)], Seconds], Fie
 Threads = Annotated[int, Field(ge=0, le=1 << 16)]
 
 
+class Ranks(BaseModel):
+    """The ranks of one consumer group: processes that share its batches, which rank 0 hands to the others."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    rank: Annotated[int, Field(ge=0, lt=MOST_RANKS)]
+    """The rank of the process that tells."""
+    world_size: Annotated[int, Field(ge=2, le=MOST_RANKS)]
+    host: Annotated[str, Field(max_length=255)] = ""
+    """The name or address by which other machines reach rank 0."""
+    port: Annotated[int, Field(ge=0, le=HIGHEST_PORT)] = 0
+    """The port at which rank 0 serves the others; 0 from the others."""
+    secret: Token = ""
+    """The word by which rank 0 knows its own ranks."""
+
+
 class LearnerHello(Message):
     """Connects or reconnects a learner's stream or publisher. Both of one process bear the same token."""
 
     KIND = MessageKind.HELLO
+    LEFT_OUT = frozenset(("ranks",))
     role: Literal["learner"] = "learner"
     fleet_id: ChosenName = ""
     """Empty: any fleet that this broker serves."""
@@ -85,6 +104,8 @@ class LearnerHello(Message):
     headrace_version: HeadraceVersion = ""
     encodings: Encodings = []
     """Encodings of a batch's arrays that this learner reads. It is given others without compression."""
+    ranks: Ranks | None = None
+    """The ranks that share the batches of this stream; None for a stream of one process."""
 
 
 class GroupHello(LearnerHello):
@@ -98,11 +119,20 @@ class GroupHello(LearnerHello):
     group: GroupName
 
 
+class RankHello(Message):
+    """Asks where rank 0 of a consumer group serves the other ranks. A WELCOME answers it."""
+
+    KIND = MessageKind.HELLO
+    role: Literal["rank"] = "rank"
+    group: GroupName = TRAIN
+
+
 class LearnerWelcome(Message):
     """The broker's answer to a learner: its lease, and the spaces once a worker has told them."""
 
     KIND = MessageKind.WELCOME
     TO = ("stream", "publisher")
+    LEFT_OUT = frozenset(("ranks",))
     fleet_id: ChosenName
     epoch: Epoch
     spaces: dict[str, Any] = {}
@@ -112,6 +142,8 @@ class LearnerWelcome(Message):
     weight_kinds: ModuleKinds = {}
     maps_weights: bool = False
     """True if the broker takes announced weights from its machine's memory."""
+    ranks: Ranks | None = None
+    """In answer to a rank: where rank 0 serves; None while it has no stream here."""
 
 
 class LearnerFigures(BaseModel):

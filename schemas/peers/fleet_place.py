@@ -75,6 +75,12 @@ class FleetPlace:
         self._say_at = 0.0
 
     @property
+    def unknown(self) -> tuple[str, str]:
+        """Return (server, where it was looked for) of a server whose address is not known."""
+        problem = self._source.problem if self._source is not None else ""
+        return self._server, f"any address: {problem}" if problem else "its rendezvous, which names no address"
+
+    @property
     def is_lost(self) -> bool:
         """Return whether the server answered and does not answer now."""
         return self._was_present and self._gone_since is not None

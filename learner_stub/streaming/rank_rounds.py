@@ -1,0 +1,114 @@
+"""Rank 0's rounds: its port and its sessions with the other ranks, as its stream uses them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import zmq
+
+from headrace.learner_stub.link import connection
+from headrace.learner_stub.link.ranks import RankPort
+from headrace.learner_stub.streaming.broker_stream import BrokerStream
+from headrace.learner_stub.streaming.rank_sessions import RankSessions
+from headrace.learner_stub.streaming.ready_batches import Turns
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.errors import RefusedError
+from headrace.schemas.messages import LearnerWelcome, Ranks
+
+log = logging.getLogger("headrace.learner")
+
+_SAY_WAITING_S = 10.0
+
+
+class RankRounds:
+    """The rounds of rank 0, which serves the other ranks at `port`.
+
+    - turns: those of automatic commits, which wait until every rank has committed its part of a round. None: the user's
+      commits settle all that was handed out.
+    - is_fixed: as of `RankSessions`.
+    """
+
+    def __init__(self, port: RankPort, turns: Turns | None, *, is_fixed: bool) -> None:
+        self._port = port
+        lag = turns.lag if turns is not None else None
+        self._sessions = RankSessions(port.own, is_fixed=is_fixed, commit_lag=lag)
+        self._waits_since: float | None = None
+        self._say_at = 0.0
+
+    def waits_for(self) -> list[int]:
+        """Return the ranks without which no round can begin. Log them every ten seconds."""
+        ranks, now = self._sessions.waits_for(), connection.now()
+        if not ranks:
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since, self._say_at = now, now + _SAY_WAITING_S
+        elif now >= self._say_at:
+            self._say_at = now + _SAY_WAITING_S
+            named, of = ", ".join(map(str, ranks)), self._sessions.own.world_size
+            log.warning("waiting for rank %s of %d (%.0f s)", named, of, now - self._waits_since)
+        return ranks
+
+    def new_batches(self, count: int) -> int:
+        """Return how many batches a round of `count` for each rank takes from the stream."""
+        return self._sessions.new_batches(count)
+
+    def share(self, batches: Sequence[ChunkBatch], count: int) -> list[ChunkBatch]:
+        """Begin a round. Send the other ranks their batches, and return those of rank 0."""
+        own = self._sessions.share(batches, count)
+        self.flush()
+        return own
+
+    def settled_round(self, own: int) -> int:
+        """Return the newest round that every rank has committed, where rank 0 has committed those up to `own`."""
+        return self._sessions.settled_round(own)
+
+    def settle_all(self) -> bool:
+        """Count all that the ranks got as trained on. Return False while batches of a lost rank wait for their turn."""
+        if self._sessions.pool:
+            log.warning("the commit waits: a lost rank's batches come in the next round")
+            return False
+        self._sessions.settle_all()
+        return True
+
+    def check_position(self) -> None:
+        """Raise `RefusedError` while no position can say which batches were trained on."""
+        if self._sessions.pool:
+            detail = f"a rank was lost with {len(self._sessions.pool)} batches, which come in the next round"
+            raise RefusedError("rank_lost", f"{detail}; take the position after it")
+
+    def __call__(self) -> Ranks:
+        """Return what rank 0 tells the broker of itself."""
+        return self._port.own
+
+    def pump(self, brokers: Sequence[BrokerStream]) -> None:
+        """Take what the other ranks have sent, and send what is due. `brokers` know what they are told of the fleet."""
+        now = connection.now()
+        sessions = [broker.session for broker in brokers]
+        self._sessions.facts = LearnerWelcome.model_construct(
+            fleet_id=sessions[0].fleet_id,
+            epoch=max(1, *(session.epoch for session in sessions)),
+            spaces=next((session.spaces for session in sessions if session.spaces), {}),
+            published=max(broker.newest for broker in brokers),
+        )
+        self._sessions.exhausted = all(session.exhausted for session in sessions)
+        for peer, message in self._port.messages():
+            self._sessions.receive(peer, message, now)
+        self._sessions.tick(now)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is due."""
+        for peer, content in self._sessions.take_outbox():
+            if not self._port.send(peer, content):
+                self._sessions.gone(peer, connection.now())
+
+    def watch(self, poller: zmq.Poller) -> None:
+        """Let a poller wait for the next message of a rank."""
+        self._port.watch(poller)
+
+    def close(self) -> None:
+        """Tell the other ranks that no batch comes any more, and close the port."""
+        self._sessions.end()
+        self.flush()
+        self._port.close()
