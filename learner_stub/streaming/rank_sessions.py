@@ -114,6 +114,8 @@ class RankSessions:
         self._own_steps = 0
         self._again: list[_Given] = []
         """Batches of lost ranks that rank 0 itself got."""
+        self._replaced: set[str] = set()
+        """Words of processes whose rank a newer process has taken over."""
         self._by_peer: dict[Peer, _Rank] = {}
         self._outbox: list[tuple[Peer, Message | list[Buffer]]] = []
         self._next_status = 0.0
@@ -139,16 +141,17 @@ class RankSessions:
             self._join(peer, self._ranks[told.rank], hello)
 
     def _join(self, peer: Peer, rank: _Rank, hello: LearnerHello) -> None:
+        replaced = f"a newer process has taken over rank {rank.number}; this one must stop"
+        if rank.token != hello.token and (hello.epoch or hello.token in self._replaced):
+            lost = f"rank {rank.number} was lost, and its batches went to others; start it again"
+            self._outbox.append((peer, Fenced(detail=replaced if rank.token else lost)))
+            return
         if rank.peer is not None and rank.peer != peer:
             self._by_peer.pop(rank.peer, None)
             if rank.token != hello.token:
-                detail = f"a newer process has taken over rank {rank.number}; this one must stop"
-                self._outbox.append((rank.peer, Fenced(detail=detail)))
+                self._outbox.append((rank.peer, Fenced(detail=replaced)))
         if rank.token != hello.token:
-            if hello.epoch:
-                detail = f"rank {rank.number} was lost, and its batches went to others; start it again"
-                self._outbox.append((peer, Fenced(detail=detail)))
-                return
+            self._replaced.add(rank.token)
             rank.token = hello.token
             rank.begin_again()
             if rank.number in self._missing:
