@@ -67,6 +67,8 @@ class _Rank:
     """The word of its process; "" before the first one has come, and while it is lost."""
     peer: Peer | None = None
     gone_at: float = 0.0
+    needs_more: bool = False
+    """True while its user waits, although all that it was given has come: for a larger round, or with later commits."""
     steps: int = 0
     """Steps that it got, from which its share is balanced."""
     uncommitted: deque[_Given] = field(default_factory=deque)
@@ -78,6 +80,7 @@ class _Rank:
         """Give a batch its number at this rank, and keep it until it is committed."""
         given.seq = self.newest[given.key] = self.newest.get(given.key, 0) + 1
         self.uncommitted.append(given)
+        self.needs_more = False
 
     def begin_again(self) -> None:
         """Give the uncommitted batches numbers from 1, for another process that has received none."""
@@ -178,6 +181,7 @@ class RankSessions:
                 rank.committed[key] = max(rank.committed.get(key, 0), place.settled.seq)
             while rank.uncommitted and (head := rank.uncommitted[0]).seq <= rank.committed.get(head.key, 0):
                 rank.uncommitted.popleft()
+            rank.needs_more = commit.waiting and commit.in_hand >= len(rank.uncommitted)
 
     def gone(self, peer: Peer, now: float) -> None:
         """Note that a connection has ended."""
@@ -216,7 +220,7 @@ class RankSessions:
         if rank.token and rank.peer is None:
             return True
         oldest = rank.uncommitted[0].given_in if rank.uncommitted else self.round
-        return self._takes_commits and self.round - oldest >= self._most_behind
+        return self._takes_commits and not rank.needs_more and self.round - oldest >= self._most_behind
 
     def _given_to(self) -> Iterator[_Rank]:
         """Yield the ranks that take part in a round."""
