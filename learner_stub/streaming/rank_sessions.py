@@ -154,11 +154,11 @@ class RankSessions:
             if rank.token != hello.token:
                 self._outbox.append((rank.peer, Fenced(detail=replaced)))
         if rank.token != hello.token:
+            if not rank.token:
+                rank.steps = max((other.steps for other in self._given_to()), default=self._own_steps)
             self._replaced.add(rank.token)
             rank.token = hello.token
             rank.begin_again()
-            if rank.number in self._missing:
-                rank.steps = max((other.steps for other in self._given_to()), default=self._own_steps)
         rank.peer = peer
         self._by_peer[peer] = rank
         self._missing.discard(rank.number)
