@@ -22,7 +22,17 @@ from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.credentials.tokens import same_token
 from headrace.schemas.frames.wire import Buffer
-from headrace.schemas.messages import Commit, Fenced, LearnerHello, LearnerWelcome, Message, Ranks, Reject, Status
+from headrace.schemas.messages import (
+    Commit,
+    Fenced,
+    LearnerHello,
+    LearnerWelcome,
+    Message,
+    Ranks,
+    Reject,
+    SourcePosition,
+    Status,
+)
 
 log = logging.getLogger("headrace.learner")
 
@@ -81,6 +91,14 @@ class _Rank:
         given.seq = self.newest[given.key] = self.newest.get(given.key, 0) + 1
         self.uncommitted.append(given)
         self.needs_more = False
+
+    def commit(self, position: Sequence[SourcePosition]) -> None:
+        """Forget the batches that its process has committed."""
+        for place in position:
+            key = place.slot, place.incarnation
+            self.committed[key] = max(self.committed.get(key, 0), place.settled.seq)
+        while self.uncommitted and (head := self.uncommitted[0]).seq <= self.committed.get(head.key, 0):
+            self.uncommitted.popleft()
 
     def begin_again(self) -> None:
         """Give the uncommitted batches numbers from 1, for another process that has received none."""
@@ -163,6 +181,8 @@ class RankSessions:
         self._by_peer[peer] = rank
         self._missing.discard(rank.number)
         self._outbox.append((peer, self.facts))
+        if self._takes_commits:
+            rank.commit(hello.position)
         known = {(place.slot, place.incarnation): place.settled.seq for place in hello.position}
         for name, held in hello.held.items():
             slot, _, incarnation = name.partition("/")
@@ -176,11 +196,7 @@ class RankSessions:
         if rank is None:
             self._outbox.append((peer, Reject(code="unknown_peer", detail="say HELLO first", fatal=False)))
         elif self._takes_commits:
-            for place in commit.position:
-                key = place.slot, place.incarnation
-                rank.committed[key] = max(rank.committed.get(key, 0), place.settled.seq)
-            while rank.uncommitted and (head := rank.uncommitted[0]).seq <= rank.committed.get(head.key, 0):
-                rank.uncommitted.popleft()
+            rank.commit(commit.position)
             rank.needs_more = commit.waiting and commit.in_hand >= len(rank.uncommitted)
 
     def gone(self, peer: Peer, now: float) -> None:
