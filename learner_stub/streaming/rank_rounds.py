@@ -65,7 +65,7 @@ class RankRounds:
 
     def settle_all(self) -> bool:
         """Count all that the ranks got as trained on. Return False while batches of a lost rank wait for their turn."""
-        if self._sessions.pool:
+        if self._sessions.to_give_again:
             log.warning("the commit waits: a lost rank's batches come in the next round")
             return False
         self._sessions.settle_all()
@@ -73,8 +73,8 @@ class RankRounds:
 
     def check_position(self) -> None:
         """Raise `RefusedError` while no position can say which batches were trained on."""
-        if self._sessions.pool:
-            detail = f"a rank was lost with {len(self._sessions.pool)} batches, which come in the next round"
+        if count := self._sessions.to_give_again:
+            detail = f"a rank was lost with {count} batches, which come in the next round"
             raise RefusedError("rank_lost", f"{detail}; take the position after it")
 
     def __call__(self) -> Ranks:

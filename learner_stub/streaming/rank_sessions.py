@@ -283,6 +283,11 @@ class RankSessions:
         open_rounds += [given.of_round for rank in self._ranks.values() for given in rank.uncommitted]
         return min(own, min(open_rounds, default=own + 1) - 1)
 
+    @property
+    def to_give_again(self) -> int:
+        """Return the number of batches that lost ranks had not committed, and that wait for another process."""
+        return len(self.pool) + sum(len(self._ranks[number].uncommitted) for number in self._missing)
+
     def settle_all(self) -> None:
         """Note that all batches that the ranks got are committed."""
         for rank in self._ranks.values():
