@@ -58,6 +58,8 @@ class Turns:
         while self.open and self.round - len(self.open) < newest:
             for _ in range(self.open.popleft()):
                 self.later.popleft()()
+        while self.later and not self.open:  # no batch comes after it: an end, or one that cannot be read
+            self.later.popleft()()
 
 
 class ReadyBatches:
