@@ -14,8 +14,7 @@ from headrace.learner_stub.streaming.session import LearnerSession, LearnerSessi
 from headrace.learner_stub.streaming.source_progress import CheckpointPosition
 from headrace.schemas.basics.bounds import TRAIN, Version
 from headrace.schemas.basics.process_usage import own_cores, own_usage, torch_threads
-from headrace.schemas.chunks.batch import ChunkBatch, read_batch_header
-from headrace.schemas.chunks.batch_reader import UnreadBatch
+from headrace.schemas.chunks.batch import BatchCounts, ChunkBatch
 from headrace.schemas.errors import DecodeError, refusal
 from headrace.schemas.frames.wire import MessageKind, decode_header
 from headrace.schemas.messages import (
@@ -140,8 +139,9 @@ class BrokerStream:
         try:
             kind, header = decode_header(frames)
             if kind is MessageKind.BATCH:
-                unread = UnreadBatch(read_batch_header(header), header, frames)
-                self.session.receive_batch(unread.header, unread, connection.now())
+                # The garbage collector visits whatever waits: so frames that are read go, and `open` reads the rest.
+                unread = header, [b"", b"", *frames[2:]]
+                self.session.receive_batch(read(BatchCounts, header), unread, connection.now())
             elif kind in _CONTROL:
                 message = read(_CONTROL[kind], header)
                 if isinstance(message, LearnerWelcome | Status):

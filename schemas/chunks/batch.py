@@ -89,8 +89,8 @@ def is_obs_column(name: str) -> bool:
     return name == "obs" or name.startswith("obs/")
 
 
-class BatchHeader(BaseModel):
-    """The part of a batch that can be read without array bytes: ids, counts and totals."""
+class BatchCounts(BaseModel):
+    """The first part of a batch's header: whose batch it is, and how much it holds."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
     fleet_id: ChosenName
@@ -99,6 +99,11 @@ class BatchHeader(BaseModel):
     seq: Natural
     steps: BatchCount
     chunks: BatchCount
+
+
+class BatchHeader(BatchCounts):
+    """The part of a batch that can be read without array bytes: ids, counts and totals."""
+
     learner_epoch: EpochOrNone = 0
     weights_seq: WeightsSeq = 0
     weights_digest: str = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,15 +42,6 @@ _Rows = tuple[np.dtype[Any], tuple[int, ...], bool]
 """Dtype and shape of a column's rows, and whether it is of observations."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadBatch:
-    """A BATCH message with its header read and checked, and its arrays unread."""
-
-    header: BatchHeader
-    raw_header: dict[str, Any]
-    frames: Sequence[Buffer]
-
-
 class BatchReader:
     """Reads batches whose chunks have one pair of spaces."""
 
@@ -66,14 +56,17 @@ class BatchReader:
         self._required |= {"rewards": (np.dtype("<f8"), (), False), "weights_seq": (np.dtype("<i8"), (), False)}
         self._known = self._required | {"env_t": (np.dtype("<i8"), (), False)}
 
-    def read(self, unread: UnreadBatch, newest: Version = (0, 0)) -> ChunkBatch:
+    def read(
+        self, header: BatchHeader, raw_header: dict[str, Any], frames: Sequence[Buffer], newest: Version = (0, 0)
+    ) -> ChunkBatch:
         """Read the whole batch; its columns are views of the frames. `newest` is the version from which lag counts.
+
+        `raw_header` is what `decode_header` returned, and `header` what `read_batch_header` made of it.
 
         Raises `DecodeError` when parts of the message contradict each other. The spaces fix names, dtypes and shapes,
         which are checked. Values are not checked: a NaN passes.
         """
-        header = unread.header
-        arrays = decode_arrays(unread.raw_header, unread.frames, self._limits)
+        arrays = decode_arrays(raw_header, frames, self._limits)
         raw, columns, further = _split(arrays)
         looks_back = _check_table(raw, header)
         table, task_of = raw.view(CHUNK_TABLE), header.task_of
