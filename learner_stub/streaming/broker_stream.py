@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from headrace.learner_stub.link import connection
@@ -78,9 +79,11 @@ class BrokerStream:
 
     def open_next(self) -> bool:
         """Read what has arrived until a batch is ready to be handed out. Return whether one is."""
-        while not self.ready and (arrival := self.session.take()) is not None:
+        while not self.ready:
+            if (arrival := self.session.take()) is None:
+                return False
             self.ready.open(arrival, self.newest)
-        return bool(self.ready)
+        return True
 
     def hand_out(self) -> ChunkBatch:
         """Return the next batch; there must be one."""
@@ -107,10 +110,7 @@ class BrokerStream:
 
     def pump(self, *, waiting: bool = False) -> None:
         """Take what has arrived and send what is due."""
-        for _ in range(_MAX_PUMPED):
-            frames = self.link.receive()
-            if frames is None:
-                break
+        for frames in islice(self.link.received(), _MAX_PUMPED):
             self._receive(frames)
         self.session.tick(connection.now(), waiting=waiting)
         self.flush()
