@@ -67,7 +67,10 @@ class BatchReader:
         which are checked. Values are not checked: a NaN passes.
         """
         arrays = decode_arrays(raw_header, frames, self._limits)
-        raw, columns, further = _split(arrays)
+        raw = arrays.pop("_table", None)
+        if raw is None or raw.dtype != np.uint8 or raw.ndim != 1 or raw.size % CHUNK_TABLE.itemsize:
+            raise DecodeError("bad_table", f"no chunk table of {CHUNK_TABLE.itemsize}-byte rows")
+        further = {name: arrays.pop(name) for name in [name for name in arrays if name.startswith("_")]}
         looks_back = _check_table(raw, header)
         table, task_of = raw.view(CHUNK_TABLE), header.task_of
         if task_of and (len(task_of) != len(table) or max(task_of) > len(header.tasks)):
@@ -75,7 +78,7 @@ class BatchReader:
             raise DecodeError("bad_tasks", f"{what}, for {len(table)} chunks")
         batch = ChunkBatch(
             table=table,
-            columns=columns,
+            columns=arrays,
             observation_space=self._observation_space,
             action_space=self._action_space,
             agents=header.agents,
@@ -87,7 +90,7 @@ class BatchReader:
             seq=header.seq,
             learner_epoch=header.learner_epoch,
             weights_digest=header.weights_digest,
-            connector_update=_without_prefix(CONNECTOR_UPDATE, further) if len(further) > 1 else {},
+            connector_update=_without_prefix(CONNECTOR_UPDATE, further) if further else {},
             newest=newest,
             tasks=[Task(*told) for told in header.tasks],
             task_of=np.array(header.task_of, np.int32) if header.task_of else None,
@@ -123,20 +126,6 @@ class BatchReader:
                 seen = f"{column.dtype} rows of shape {shape[1:]}"
                 raise DecodeError("bad_column", f"column {name!r:.80} has {seen}, not {known[0]} of {known[1]}")
         return looks_back
-
-
-def _split(
-    arrays: dict[str, NDArray[Any]],
-) -> tuple[NDArray[np.uint8], dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-    """Return the bytes of the chunk table, the columns, and all of the codec's own arrays."""
-    raw = arrays.get("_table")
-    if raw is None or raw.dtype != np.uint8 or raw.ndim != 1 or raw.size % CHUNK_TABLE.itemsize:
-        raise DecodeError("bad_table", f"no chunk table of {CHUNK_TABLE.itemsize}-byte rows")
-    columns: dict[str, NDArray[Any]] = {}
-    further: dict[str, NDArray[Any]] = {}
-    for name, array in arrays.items():
-        (further if name.startswith("_") else columns)[name] = array
-    return raw, columns, further
 
 
 def _without_prefix(prefix: str, arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
