@@ -280,8 +280,8 @@ def _committed_bytes(settled: Iterable[StoredBatch], chunks: int) -> int:
     The learner may have left out some chunks. Which ones is not known, so these count like the others.
     """
     given = [held for held in settled if not held.dropped]
-    most = sum(held.chunks for held in given)
-    return sum(held.nbytes for held in given) * min(chunks, most) // most if most else 0
+    most = sum([held.chunks for held in given])
+    return sum([held.nbytes for held in given]) * min(chunks, most) // most if most else 0
 
 
 def _of_process(role: str, usage: RecentUsage, now: float) -> dict[str, float]:

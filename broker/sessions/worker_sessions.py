@@ -300,7 +300,8 @@ class WorkerSessions:
             return False
         is_next = held.seq == source.accepted + 1
         self._hear(source, now)
-        if excess := (is_next and self._store.excess(source, held)) or self._groups.excess(source, held):
+        excess = self._store.excess(source, held) if is_next else None
+        if excess := excess or (self._groups.excess(source, held) if self._groups.holding else None):
             self._store.note_changed(source)
             self._refuse(peer, f"worker {source.slot} (incarnation {source.incarnation})", *excess)
             return False

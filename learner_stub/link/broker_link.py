@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import zmq
@@ -81,26 +82,24 @@ class BrokerLink:
             return False
         return True
 
-    def receive(self) -> list[memoryview] | None:
-        """Return the frames of the next message; None if there is none.
+    def received(self) -> Iterator[list[memoryview]]:
+        """Yield the frames of each message that has arrived.
 
         Frames are read-only views that keep the message's memory. What the broker has sent and nobody has read is lost
         when its connection ends.
         """
         if self._own is None:
-            return None
+            return
         self._own.check()
-        try:
-            frames = sockets.receive(self.socket)
-        except zmq.Again:  # the connection has ended in the midst of the message
-            return None
-        while frames is None and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            self._handshakes.observe(self._monitor.recv_multipart())
-        return frames
+        with suppress(zmq.Again):  # the connection has ended in the midst of the message
+            while (frames := sockets.receive(self.socket)) is not None:
+                yield frames
+            while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+                self._handshakes.observe(self._monitor.recv_multipart())
 
     def messages(self, kinds: Mapping[MessageKind, type[Message]]) -> Iterator[Message]:
         """Yield the messages of these kinds that have arrived. Raises `RefusedError` for another protocol's broker."""
-        while (frames := self.receive()) is not None:
+        for frames in self.received():
             try:
                 kind, header = decode_header(frames)
                 if kind in kinds:

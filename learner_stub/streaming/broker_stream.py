@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from headrace.learner_stub.link import connection
@@ -15,8 +16,7 @@ from headrace.learner_stub.streaming.session import LearnerSession, LearnerSessi
 from headrace.learner_stub.streaming.source_progress import CheckpointPosition
 from headrace.schemas.basics.bounds import TRAIN, Version
 from headrace.schemas.basics.process_usage import own_cores, own_usage, torch_threads
-from headrace.schemas.chunks.batch import ChunkBatch, read_batch_header
-from headrace.schemas.chunks.batch_reader import UnreadBatch
+from headrace.schemas.chunks.batch import BatchCounts, ChunkBatch
 from headrace.schemas.errors import DecodeError, refusal
 from headrace.schemas.frames.wire import MessageKind, decode_header
 from headrace.schemas.messages import (
@@ -84,9 +84,11 @@ class BrokerStream:
 
     def open_next(self) -> bool:
         """Read what has arrived until a batch is ready to be handed out. Return whether one is."""
-        while not self.ready and (arrival := self.session.take()) is not None:
+        while not self.ready:
+            if (arrival := self.session.take()) is None:
+                return False
             self.ready.open(arrival, self.newest)
-        return bool(self.ready)
+        return True
 
     def open_one(self) -> bool:
         """Read the next arrival. Return whether there was one."""
@@ -120,10 +122,7 @@ class BrokerStream:
 
     def pump(self, *, waiting: bool = False) -> None:
         """Take what has arrived and send what is due."""
-        for _ in range(_MAX_PUMPED):
-            frames = self.link.receive()
-            if frames is None:
-                break
+        for frames in islice(self.link.received(), _MAX_PUMPED):
             self._receive(frames)
         self.session.tick(connection.now(), waiting=waiting)
         self.flush()
@@ -152,8 +151,9 @@ class BrokerStream:
         try:
             kind, header = decode_header(frames)
             if kind is MessageKind.BATCH:
-                unread = UnreadBatch(read_batch_header(header), header, frames)
-                self.session.receive_batch(unread.header, unread, connection.now())
+                # The garbage collector visits whatever waits: so frames that are read go, and `open` reads the rest.
+                unread = header, [b"", b"", *frames[2:]]
+                self.session.receive_batch(read(BatchCounts, header), unread, connection.now())
             elif kind in _CONTROL:
                 message = read(_CONTROL[kind], header)
                 if isinstance(message, LearnerWelcome | Status):

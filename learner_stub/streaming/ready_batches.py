@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,12 +14,13 @@ from headrace.learner_stub.streaming.session import LearnerSession
 from headrace.learner_stub.streaming.source_progress import Arrival, ArrivalKind, CheckpointPosition
 from headrace.schemas.accounts.ledger import Count, Drop
 from headrace.schemas.basics.bounds import Version
-from headrace.schemas.chunks.batch import ChunkBatch
-from headrace.schemas.chunks.batch_reader import BatchReader, UnreadBatch
+from headrace.schemas.chunks.batch import ChunkBatch, read_batch_header
+from headrace.schemas.chunks.batch_reader import BatchReader
 from headrace.schemas.chunks.module_spaces import module_spaces_from_json
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import DecodeError, which_module_error
+from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import SourceEnd
 
 log = logging.getLogger("headrace.learner")
@@ -178,11 +179,12 @@ class ReadyBatches:
             self._settle_in_turn(_Ready(None, arrival))
 
     def _open_batch(self, arrival: Arrival, episodes: SourceEpisodes, newest: Version) -> None:
-        assert isinstance(arrival.content, UnreadBatch)
+        assert isinstance(arrival.content, tuple)
+        raw_header, frames = arrival.content
         assert arrival.batch is not None
         try:
             self.modules.learn(self._session.spaces)
-            batch = self.modules.read(arrival.content, newest)
+            batch = self.modules.read(raw_header, frames, newest)
             sifted = episodes.take(batch)
         except DecodeError:
             lost = {Drop.POISON.value: (arrival.batch.steps, arrival.batch.chunks)}
@@ -227,12 +229,13 @@ class ModuleReaders:
             raise which_module_error(module_id, self.spaces)
         return self.spaces[module_id]
 
-    def read(self, unread: UnreadBatch, newest: Version = (0, 0)) -> ChunkBatch:
+    def read(self, raw_header: dict[str, Any], frames: Sequence[Buffer], newest: Version = (0, 0)) -> ChunkBatch:
         """Read a batch of one module. `newest` is the version from which its lag counts.
 
         Raises `DecodeError` for an unknown module, or a batch that contradicts itself.
         """
-        modules = unread.header.modules
+        header = read_batch_header(raw_header)
+        modules = header.modules
         module_id = modules[0] if len(modules) == 1 else ""
         if module_id not in self.spaces:
             known = sorted(self.spaces)
@@ -240,4 +243,4 @@ class ModuleReaders:
         if module_id not in self._readers:
             own = self.spaces[module_id]
             self._readers[module_id] = BatchReader(own.observation, own.action)
-        return self._readers[module_id].read(unread, newest)
+        return self._readers[module_id].read(header, raw_header, frames, newest)

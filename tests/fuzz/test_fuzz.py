@@ -24,7 +24,6 @@ from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
 from headrace.schemas.accounts.figures import added_up
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.chunks.batch import read_batch_header
-from headrace.schemas.chunks.batch_reader import UnreadBatch
 from headrace.schemas.errors import DecodeError, RunDirError
 from headrace.schemas.frames.wire import MessageKind, decode, decode_header, encode
 from headrace.schemas.messages import Ack, LearnerWelcome, Reject, SourceStart, Status, WorkerHello, read
@@ -121,8 +120,7 @@ def test_a_batch_before_any_spaces_is_dropped_as_poison() -> None:
     session.receive(LearnerWelcome(fleet_id="f", epoch=1), 0.0)
     ready, frames = ReadyBatches(session), batch_of(0, 1)
     _, header = decode_header(frames)
-    unread = UnreadBatch(read_batch_header(header), header, frames)
-    session.receive_batch(unread.header, unread, 0.0)
+    session.receive_batch(read_batch_header(header), (header, frames), 0.0)
     arrival = session.take()
     assert arrival is not None
     ready.open(arrival)

@@ -156,7 +156,7 @@ def watch_what_arrives(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     receive = learner_session.LearnerSession.receive_batch
 
     def note(session: Any, header: Any, unread: Any, now: float) -> None:
-        seen.append(is_compressed(unread.raw_header))
+        seen.append(is_compressed(unread[0]))
         receive(session, header, unread, now)
 
     monkeypatch.setattr(learner_session.LearnerSession, "receive_batch", note)

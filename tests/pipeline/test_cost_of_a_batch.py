@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import tracemalloc
 from collections import Counter
@@ -10,15 +11,20 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import zmq
 
 from bench.transport import LOADS, PrebuiltRunner
 from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.link.broker_link import BrokerLink as LearnerLink
+from headrace.learner_stub.streaming.broker_stream import BrokerStream
+from headrace.learner_stub.streaming.session import StreamLimits
+from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.accounts.recorder import Recorder
-from headrace.schemas.chunks.batch import read_batch_header
-from headrace.schemas.chunks.batch_reader import BatchReader, UnreadBatch
+from headrace.schemas.chunks.batch import BatchHeader, encode_batch, read_batch_header
+from headrace.schemas.chunks.batch_reader import BatchReader
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header
-from headrace.schemas.messages import WorkerHello
+from headrace.schemas.messages import LearnerWelcome, WorkerHello
+from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.fleet.link import FleetLink
 from headrace.workers.fleet.membership import Membership
@@ -30,6 +36,7 @@ from support.pipeline.delivery import FLEET, StartBroker
 from support.waiting import TIMEOUT_S
 
 BATCHES = 200
+MOST_OBJECTS = 40
 CONFIG = build_config({"worker": {"window_batches": 64}})
 IO = Path("/proc/thread-self/io")
 
@@ -111,6 +118,24 @@ def test_a_worker_copies_a_small_batch_once_and_the_learner_does_not_copy_it(tmp
     frames = shipment.frames
     assert frames is not None
     raw_header = decode_header(frames)[1]
-    unread = UnreadBatch(read_batch_header(raw_header), raw_header, frames)
+    header = read_batch_header(raw_header)
     reader = BatchReader(batch.observation_space, batch.action_space)
-    assert peak_of(lambda: reader.read(unread)) < batch.nbytes / 4
+    assert peak_of(lambda: reader.read(header, raw_header, frames)) < batch.nbytes / 4
+
+
+def test_a_batch_that_waits_at_the_learner_is_little_work_for_the_garbage_collector() -> None:
+    """A collection visits all that waits, and a learner with torch then stood still for a tenth of a second."""
+    stream = BrokerStream(LearnerLink(FleetPlace(""), None, "t", 0), StreamLimits(), "", [], None)
+    stream.session.receive(LearnerWelcome(fleet_id=FLEET, epoch=1), 0.0)
+    batch, fields = LOADS[1].batch(0), {"fleet_id": FLEET, "slot": 0, "incarnation": 1, "totals": WorkerTotals()}
+    sent = [
+        encode_batch(batch, BatchHeader(seq=seq, steps=batch.steps, chunks=len(batch), **fields))
+        for seq in range(1, BATCHES + 1)
+    ]
+    gc.collect()
+    before = len(gc.get_objects())
+    for frames in sent:
+        stream._receive([zmq.Frame(frame).buffer for frame in frames])
+    gc.collect()
+    assert stream.pending == BATCHES
+    assert (len(gc.get_objects()) - before) / BATCHES <= MOST_OBJECTS

@@ -89,7 +89,7 @@ def test_unfit_weights_raise_at_once_and_workers_keep_the_old_weights(
 def test_a_publisher_knows_the_shapes_as_soon_as_the_stream_of_its_process_does(
     stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher._brokers[0].link, "receive", lambda: None)
+    monkeypatch.setattr(publisher._brokers[0].link, "received", lambda: iter(()))
     start_worker()
     stream.spaces(timeout_s=TIMEOUT_S)
     with pytest.raises(WeightsMismatchError):

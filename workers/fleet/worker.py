@@ -290,6 +290,8 @@ class Worker:
             self._block("")
             if stopping.is_set():
                 return False
+        if self._may_begin():
+            return True
         if not self._has_room():
             self._wait("room in the window", self._finds_room, stopping, whom="learner")
             self._block("")

@@ -19,7 +19,7 @@ import numpy as np
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.batch import ChunkBatch, read_batch_header
-from headrace.schemas.chunks.batch_reader import BatchReader, UnreadBatch
+from headrace.schemas.chunks.batch_reader import BatchReader
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.chunks.open_episodes import stops
 from headrace.schemas.chunks.spaces import Spaces
@@ -156,7 +156,7 @@ class ActingChannel:
                 "bad_request",
             )
         reader, columns = self._readers[header.modules[0]]
-        batch = reader.read(UnreadBatch(header, raw, frames))
+        batch = reader.read(header, raw, frames)
         columns.check(batch)
         return batch
 
