@@ -86,6 +86,8 @@ _TELLING = "the broker to acknowledge the ends of workers"
 _HEARING = "a learner to say which batches of earlier workers it has; without one their books close all the same"
 HELD_STILL_S = 2.0
 """Seconds after which the drain stops waiting for a learner that waits for batches, or is gone, and commits none."""
+_GROUPS_STILL_S = 6.0
+"""The same where a consumer group holds batches. Its reader hears of the end by a heartbeat, and then writes a file."""
 
 
 class Fleet:
@@ -426,9 +428,10 @@ class Fleet:
         if self.config.worker.ends_with_fleet:
             limit_s = DRAIN_TIMEOUT_S + REPORT_S
             self._turn_until(self._workers_have_left, limit_s, "workers elsewhere to leave")
-        if self.supervisor.gone(Role.LEARNER):  # a learner from elsewhere has the fleet, if any
-            self._await_commits()
+        is_elsewhere = self.supervisor.gone(Role.LEARNER)  # a learner from elsewhere has the fleet, if any
         self._stop(Role.LEARNER)
+        if is_elsewhere or self._holding_groups():
+            self._await_commits()
         if (copier := self._copier) is not None:
             copier.finish()
         self._stop(Role.BROKER)
@@ -510,10 +513,10 @@ class Fleet:
         A learner that waits for more batches gets none, so it never settles those of an update that it cannot fill.
         """
         news_s = 2 * (self.config.broker.report_interval_s + INTERVAL_S)  # the gauge may be older than the drain
-        limit_s, lease = self.config.supervisor.stop_timeout_s, self.snapshot.lease
-        groups = self.snapshot.groups.items()
-        holding = [f" and group {name}" for name, books in groups if books.state.on_slow == "wait"]
-        whom = f"{named_learner(lease) or 'the learner'}{''.join(holding)} to commit the batches that the broker holds"
+        limit_s, lease, holding = self.config.supervisor.stop_timeout_s, self.snapshot.lease, self._holding_groups()
+        still_s = _GROUPS_STILL_S if holding else HELD_STILL_S
+        named = "".join(f" and group {name}" for name in holding)
+        whom = f"{named_learner(lease) or 'the learner'}{named} to commit the batches that the broker holds"
         began = changed = time.monotonic()
         last = self._held_batches()
 
@@ -522,7 +525,7 @@ class Fleet:
             held, now = self._held_batches(), time.monotonic()
             if held != last or self._learner_computes():
                 last, changed = held, now
-            return held is None or (now - began > news_s and (held == 0 or now - changed > HELD_STILL_S))
+            return held is None or (now - began > news_s and (held == 0 or now - changed > still_s))
 
         self._turn_until(done, limit_s, whom)
         if last and self._learner_computes():
@@ -532,6 +535,10 @@ class Fleet:
                 "`headrace up` in this run directory, when the learner connects with its position",
                 *(whom, limit_s, last),
             )
+
+    def _holding_groups(self) -> list[str]:
+        """Return the consumer groups for which workers wait, as the broker last reported."""
+        return [name for name, books in self.snapshot.groups.items() if books.state.on_slow == "wait"]
 
     def _learner_computes(self) -> bool:
         """Return whether, by the broker's last report, a learner is connected and does not wait for batches."""

@@ -16,6 +16,7 @@ COMMANDS: Mapping[str, str] = {
     "headrace.deploy.annexes.chaos.commands": "",
     "headrace.deploy.annexes.doctor.commands": "",
     "headrace.deploy.annexes.serving.commands": "",
+    "headrace.deploy.annexes.recording.commands": "",
     "headrace.deploy.annexes.ray.commands": "ray",
     "headrace.deploy.annexes.slurm.commands": "slurm",
 }

@@ -414,6 +414,11 @@ class EpisodeStream:
         return self._stall.starved
 
     @property
+    def workers(self) -> int:
+        """Return the number of workers that the brokers last reported."""
+        return sum(broker.session.status.workers for broker in self._brokers if broker.session.status is not None)
+
+    @property
     def exhausted(self) -> bool:
         """Return whether every broker last reported no worker and no batch: no batch comes soon."""
         return all(broker.session.exhausted for broker in self._brokers)

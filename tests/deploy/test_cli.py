@@ -33,7 +33,7 @@ pytestmark = pytest.mark.processes
 
 COMMANDS = (
     *("up", "worker", "broker", "learner", "env-host", "ps", "audit", "doctor", "evaluate", "export", "chaos"),
-    *("report", "top", "why", "health", "scale", "ray up", "ray workers", "ray scale"),
+    *("record", "report", "top", "why", "health", "scale", "ray up", "ray workers", "ray scale"),
 )
 
 

@@ -154,7 +154,7 @@ def test_a_learner_without_data_does_not_stall_while_a_group_holds_the_workers_u
     broker: BrokerThread, stack: ExitStack, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stall_detector, "STALLED_S", 1.0)
-    feeder = start_feeder(broker.endpoints.worker, Envs(9).fragments(20), window=4)
+    feeder = start_feeder(broker.endpoints.worker, Envs(9).fragments(20), window=4, window_bytes=4_500)
     train, record = _open(stack, broker, auto_commit=False), _open(stack, broker, "record")
     got = 0
     while train.next(1.0) is not None:

@@ -104,10 +104,19 @@ def test_a_slow_group_takes_nothing_of_the_steps_that_the_learner_wants_under_wa
     assert session.late_groups(1) == []
 
 
-@pytest.mark.parametrize(
-    "limits", [{"window_batches": 4}, {"window_bytes": 4}, {"window_batches": 4, "follows_learner": False}]
-)
-def test_a_worker_waits_for_a_group_that_is_a_window_behind_the_learner(limits: dict[str, Any]) -> None:
+@pytest.mark.parametrize("limits", [{"follows_learner": True}, {"follows_learner": False}])
+def test_a_group_may_be_many_batches_behind_the_learner(limits: dict[str, Any]) -> None:
+    session = _shipped(40, window_batches=4, **limits)
+    _ack(session, 40, 37, {"record": 0}, window_steps=35)
+    assert session.has_room()
+    session = _shipped(40, window_batches=4, **limits)
+    _ack(session, 40, 36, {"record": 0}, window_steps=35)
+    assert not session.has_room()
+    assert session.late_groups(1) == [], "the learner is late too"
+
+
+@pytest.mark.parametrize("limits", [{"window_bytes": 4}, {"window_bytes": 4, "follows_learner": False}])
+def test_a_worker_waits_for_a_group_that_is_all_its_bytes_behind_the_learner(limits: dict[str, Any]) -> None:
     session = _shipped(4, **limits)
     _ack(session, 4, 4, {"eval": 4, "record": 1}, window_steps=100)
     assert session.has_room()

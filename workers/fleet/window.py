@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from headrace.schemas.accounts.ledger import HeldBatch, WorkerTotals
 from headrace.schemas.basics.bounds import WINDOW
@@ -79,33 +80,33 @@ class Window:
     def has_room(self, batches: int) -> bool:
         """Return whether the `batches` of one cut fit. They always fit an empty window.
 
-        The batches of a later drain must still fit the recorder too. Another group may be `window_batches` behind the
-        learner.
+        The batches of a later drain must still fit the recorder too. Those that only other groups lack take none of
+        `window_batches` and steps: a group that writes files commits many at once.
         """
-        behind = self.settled - self.first + 1
-        if behind and behind + batches > self._limits.window_batches:
-            return False
-        return self._fit(self._shipments, self._nbytes, batches)
+        return self._fit(self._awaited(), len(self), self._nbytes, batches)
 
     def waits_for_groups(self, batches: int) -> bool:
         """Return whether there is no room, and would be if other groups had settled what the learner has."""
-        awaited = [shipment for shipment in self._shipments if shipment.batch.seq > self.settled]
+        awaited = self._awaited()
         if len(awaited) == len(self) or self.has_room(batches):
             return False
-        return self._fit(awaited, sum(shipment.nbytes for shipment in awaited), batches)
+        return self._fit(awaited, len(awaited), sum(shipment.nbytes for shipment in awaited), batches)
 
-    def _fit(self, shipments: Collection[Shipment], nbytes: int, batches: int) -> bool:
-        if len(shipments) + 2 * batches > WINDOW:
-            return False
+    def _awaited(self) -> list[Shipment]:
+        """Return the batches that the learner has not settled."""
+        return [*islice(self._shipments, max(0, self.settled - self.first + 1), None)]
+
+    def _fit(self, awaited: Sequence[Shipment], number: int, nbytes: int, batches: int) -> bool:
+        """Return whether a cut fits beside `number` batches of `nbytes`; the learner has yet to settle `awaited`."""
         limits = self._limits
-        if limits.follows_learner and self.learner_steps:
-            awaited = [s.batch.steps for s in shipments if not s.dropped and s.batch.seq > self.settled]
-            return (not awaited or self._fits_learner(awaited, batches)) and nbytes < limits.window_bytes
-        if len(shipments) + batches <= limits.window_batches and nbytes < limits.window_bytes:
+        if number + 2 * batches > WINDOW or (number and nbytes >= limits.window_bytes):
+            return False
+        kept = [shipment.batch.steps for shipment in awaited if not shipment.dropped]
+        if not kept:
             return True
-        kept = [s.batch.steps for s in shipments if not s.dropped]
-        fits = len(kept) + batches <= limits.window_batches or sum(kept) < limits.window_steps
-        return (not kept or fits) and nbytes < limits.window_bytes
+        if limits.follows_learner and self.learner_steps:
+            return self._fits_learner(kept, batches)
+        return len(kept) + batches <= limits.window_batches or sum(kept) < limits.window_steps
 
     def _fits_learner(self, awaited: list[int], batches: int) -> bool:
         """Return whether at least half of another cut fits the learner's steps, if it is like the cuts in the window.

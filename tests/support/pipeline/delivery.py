@@ -321,6 +321,7 @@ class Feeder(LoopThread):
         keys: ClientKeys | None = None,
         join_s: float = TIMEOUT_S,
         follows_learner: bool = False,
+        window_bytes: int = 256 << 20,
     ) -> None:
         super().__init__("feeder")
         hello = WorkerHello(
@@ -330,7 +331,7 @@ class Feeder(LoopThread):
             incarnation=incarnation,
             spaces=spaces.model_dump(mode="json"),
         )
-        limits = SessionLimits(window, 256 << 20, retry_s=0.3, follows_learner=follows_learner)
+        limits = SessionLimits(window, window_bytes, retry_s=0.3, follows_learner=follows_learner)
         self.session = WorkerSession(hello, limits)
         self.weights = WeightsReceiver(fleet_id)
         self.link = FleetLink(FleetPlace(endpoint), self.session, self.weights, keys)

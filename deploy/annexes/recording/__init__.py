@@ -1,0 +1,1 @@
+"""Recordings: the batches of a fleet as Parquet files, written by `headrace record`. Needs the extra `record`."""
