@@ -26,7 +26,7 @@ PRODUCT = ("schemas/", "broker/", "workers/", "learner_stub/", "deploy/")
 GENERATED = re.compile(r"^<!-- generated: .*?^<!-- end of generated -->$", re.MULTILINE | re.DOTALL)
 
 Figures = dict[str, int | Collection[str]]
-"""What is counted under each name, or how much it is."""
+"""The items that count under each name, or their number."""
 
 
 def main() -> int:

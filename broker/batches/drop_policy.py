@@ -1,4 +1,4 @@
-"""Which batches the broker drops: those sampled with weights too old, and with `drop_oldest` the oldest past a bound.
+"""Choice of batches to drop: those sampled with weights too old, and with `drop_oldest` the oldest past a bound.
 
 The policy chooses the batches; `BatchStore` drops them. The policy never chooses a batch that a learner was given.
 """

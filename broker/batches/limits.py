@@ -36,7 +36,7 @@ class BrokerLimits:
     """Workers that the config starts, for which the first round of synchronous sampling waits."""
     brokers: int = 1
     index: int = 0
-    """Which of the fleet's brokers this one is: it has the slots that are `index` modulo `brokers`."""
+    """Number of this broker in its fleet: it has the slots that are `index` modulo `brokers`."""
     group: str = ""
     """The group of the keys of the workers that the config starts, and of their supervisor."""
     consumer_groups: Mapping[str, Literal["wait", "drop"]] = field(default_factory=dict)

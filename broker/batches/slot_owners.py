@@ -1,4 +1,4 @@
-"""Which group of keys has which slot, and what a peer may say with the key that it has shown.
+"""Owners of slots, which are groups of keys, and the rights of a peer by the key that it has shown.
 
 A slot belongs to the group whose key took it first, for as long as the fleet's run directory lives. Only workers of
 that group may join there, and only its supervisors may tell of a death there. So the holder of one group's keys cannot

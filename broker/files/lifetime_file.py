@@ -60,7 +60,7 @@ class LifetimeFile:
     def __init__(self, run_dir: Path, fleet_id: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = run_dir / "lifetime.json"
         self.set_aside = self._path.with_suffix(".json.damaged")
-        """Where `write` keeps the file that `read` has found damaged. The first of several stays."""
+        """Path to which `write` moves a file that `read` has found damaged. The first of several stays."""
         self._is_damaged = False
         self._fleet_id = fleet_id
         self._clock = clock

@@ -1,4 +1,4 @@
-"""What consumer groups besides the learner's have to report, and the folding of their finished lives."""
+"""Reports of the consumer groups other than the learner's, and the folding of their finished lives."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _RETRY_S = 1.0
 
 
 class KeptTasks(BaseModel):
-    """What outlives a broker: the epoch of the newest teacher, the digest of its token, and the newest tasks."""
+    """State that outlives a broker: the epoch of the newest teacher, the digest of its token, and the newest tasks."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     epoch: EpochOrNone = 0

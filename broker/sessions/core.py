@@ -66,7 +66,7 @@ class BrokerCore:
         self.revoked: Counter[str] = Counter()
         """Sessions that ended because their key was revoked, by the key's name."""
         self.joins_blocked = ""
-        """Why no peer can join; "" where peers can."""
+        """The reason for which no peer can join; "" where peers can."""
         self.outbox = Outbox()
         self.learners = LearnerSessions(fleet_id, self.state, self.store, self.outbox)
         self.groups = ConsumerGroups(fleet_id, limits, self.state, self.store, self.outbox, now)

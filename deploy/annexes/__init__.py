@@ -1,1 +1,1 @@
-"""What a fleet can do without. Each annex registers its commands and parts in `deploy/run/annexes.py`."""
+"""Parts that a fleet can do without. Each annex registers its commands and parts in `deploy/run/annexes.py`."""

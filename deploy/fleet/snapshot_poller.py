@@ -32,7 +32,7 @@ class SnapshotPoller:
         self.snapshot: Snapshot | None = None
         self.recent: Sequence[Entry] = ()
         self.error = ""
-        """Why Redis could not be read; "" if it was."""
+        """The reason for which Redis could not be read; "" if it was."""
         self._learner_rows: deque[LearnerRowView] = deque(maxlen=MOST_ROWS)
         self._newest_row = (0, 0)
         self._read_at = time.monotonic()

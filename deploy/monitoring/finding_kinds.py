@@ -112,7 +112,7 @@ _COUNTED = {
     "sampling.env_restart_attempts": " failures of one env in a row",
     "supervisor.restart_attempts": " restarts of one process",
 }
-"""What each limit counts, of one env or process. The sentence of a finding counts all envs or processes."""
+"""The events that each limit counts, of one env or process. The sentence of a finding counts all envs or processes."""
 
 
 def observe(

@@ -1,4 +1,4 @@
-"""What annexes register with the main house. Each line of a table names a part of an annex by module.
+"""Registrations of annexes with the main house. Each line of a table names a part of an annex by module.
 
 A fleet samples, delivers and accounts without its annexes, and the main house imports none of them. It finds a part
 here by name, when it needs the part.

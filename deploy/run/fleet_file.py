@@ -54,7 +54,7 @@ class FleetFile(BaseModel):
     fleet_id: str
     state: str = "starting"
     at_goal: bool = False
-    """Whether a run that drains or has stopped has reached its goal, so that learners elsewhere do not wait for it."""
+    """True if a run that drains or has stopped has reached its goal, so that learners elsewhere do not wait for it."""
     supervisor_pid: int = 0
     started: float = 0.0
     config: str | None = None

@@ -1,4 +1,4 @@
-"""How a process of a role finds its fleet: by an address, a rendezvous or a run directory, with its configuration."""
+"""A process of a role finds its fleet: by an address, a rendezvous or a run directory, with its configuration."""
 
 from __future__ import annotations
 

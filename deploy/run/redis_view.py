@@ -83,9 +83,9 @@ class Snapshot:
     refused: Sequence[tuple[str, str, int]] = ()
     """(peer, kind, count) of the messages that the broker has refused most since it started."""
     joins_blocked: str = ""
-    """Why no peer can join now, as the broker reports it while it lives; "" where peers can."""
+    """The reason for which no peer can join now, as the broker reports it while it lives; "" where peers can."""
     started_unix_s: float | None = None
-    """When the broker that reports began to; None if it does not say."""
+    """Unix time (s) of the start of the broker that reports; None if it does not say."""
     reported_unix_s: float | None = None
     """Unix time (s) of the broker's last report, by the broker's clock; None before the first."""
     ended_unix_s: float | None = None

@@ -22,7 +22,7 @@ MOST_TOLD_TASKS = 64
 """Failures of one group whose tasks a worker tells."""
 
 OF_TASK = "; its task was "
-"""What stands before the task in the words of an env's failure, at their end."""
+"""Separator between the text of an env's failure and the task at its end."""
 
 UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
 

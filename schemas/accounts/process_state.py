@@ -44,6 +44,6 @@ class ProcessState(BaseModel):
     silent_s: _Number = 0.0
     doing: _Text = ""
     disk_free_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Of the supervisor: bytes that it may still write to the disk of the run directory; None if it does not tell."""
+    """Bytes that the supervisor may still write to the disk of the run directory; None if it does not tell."""
     unix_s: _Number = 0.0
     """Time of these values, by the supervisor's clock."""

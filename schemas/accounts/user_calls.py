@@ -30,7 +30,7 @@ SETTINGS = {
     UserCall.STEP: "env_step_timeout_s",
     UserCall.RENDER: "env_step_timeout_s",
 }
-"""What limits each kind of call of an env, in terms of settings."""
+"""The time limit of each kind of env call, in terms of settings."""
 
 
 @dataclass(frozen=True, slots=True)

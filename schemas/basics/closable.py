@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Closable(ABC):
-    """What owns sockets, files or processes until `close`, also as a `with` block that closes it at its end."""
+    """An owner of sockets, files or processes until `close`. A `with` block closes it at its end."""
 
     @abstractmethod
     def close(self) -> None:

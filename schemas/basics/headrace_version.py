@@ -22,7 +22,7 @@ HeadraceVersion = Annotated[str, Field(max_length=MOST_VERSION, pattern=r"^[0-9A
 
 
 Program = Annotated[str, Field(max_length=MOST_PROGRAM)]
-"""How a process was started; "" from a peer that does not tell it."""
+"""The command that started a process; "" from a peer that does not tell it."""
 
 
 def program_name() -> str:

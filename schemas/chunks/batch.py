@@ -131,7 +131,7 @@ class BatchHeader(BatchCounts):
     tasks: ListOf[TaskJson] = Field(default_factory=list)
     """The distinct tasks of the episodes in this batch."""
     task_of: ListOf[Natural] = Field(default_factory=list)
-    """Of each chunk the index of its task + 1, or 0 for none; empty if no chunk has a task."""
+    """For each chunk, the index of its task + 1, or 0 for no task; empty if no chunk has a task."""
     ended_by_task: Annotated[
         ListOf[Annotated[tuple[TaskName, Positive, float, Natural], Strict(False)]], Field(max_length=MOST_TASKS + 1)
     ] = Field(default_factory=list)
@@ -171,7 +171,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     """Newest weights version (learner_epoch, seq) published when the batch was handed out, from which `lag` counts."""
     tasks: Sequence[Task] = ()
     task_of: NDArray[np.int32] | None = None
-    """Of each chunk, in column order, its task's index in `tasks` + 1, or 0 for none. None: no chunk has a task."""
+    """For each chunk, in column order: its task's index in `tasks` + 1, or 0. None if no chunk has a task."""
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:

@@ -31,7 +31,7 @@ SPREAD = "spread"
 Over = Literal["fleet", "workers", "envs"]
 Scale = Literal["linear", "log"]
 TaskJson = Annotated[tuple[Version, dict[str, Any], Natural | None, Natural], Strict(False)]
-"""What `Task.as_json` returns; `Task(*told)` is the task again."""
+"""The result of `Task.as_json`; `Task(*result)` makes the task from it."""
 GroupId = tuple[tuple[int, int], int]
 """(version, number of the group in it)."""
 
@@ -43,7 +43,7 @@ class Task:
     version: tuple[int, int]
     """(epoch, seq) of the publication that it comes from."""
     values: Mapping[str, Any]
-    """What the env got, with rules replaced by this env's values."""
+    """The values that the env got: rules are replaced by this env's values."""
     group: int | None = None
     """Number of the group of episodes that begin with the same seed and task; None without groups."""
     member: int = 0
@@ -101,7 +101,7 @@ def groups_of(
 
 
 class Place(NamedTuple):
-    """Where an env stands in its fleet: env `env` of `num_envs` in worker `worker` of `num_workers`."""
+    """The place of an env in its fleet: env `env` of `num_envs` in worker `worker` of `num_workers`."""
 
     worker: int
     num_workers: int

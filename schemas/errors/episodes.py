@@ -22,7 +22,7 @@ PROBLEMS = {
     "no_action": "has no action yet that a reward could be for; get or log an action first",
     "cannot_log": "cannot have actions logged, since module_to_env has pieces between policy and env; remove them",
 }
-"""What is wrong with a call, by the error's code. Only errors that a caller may want to tell apart are classes."""
+"""The fault of a call, by the error's code. Only errors that a caller may want to tell apart are classes."""
 
 
 class EpisodeError(HeadraceError, ValueError):

@@ -100,7 +100,7 @@ class LearnerHello(Message):
     host: str = ""
     pid: Pid = 0
     program: Program = ""
-    """How it was started, without arguments: a script, or `python -m MODULE`."""
+    """The command that started it, without arguments: a script, or `python -m MODULE`."""
     headrace_version: HeadraceVersion = ""
     encodings: Encodings = []
     """Encodings of a batch's arrays that this learner reads. It is given others without compression."""

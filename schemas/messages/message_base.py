@@ -54,7 +54,7 @@ class SourcePosition(BaseModel):
 
 
 SettledByGroup = Annotated[dict[GroupName, Settled], Field(max_length=MOST_GROUPS)]
-"""What consumer groups for which workers wait have settled of one incarnation, `TRAIN` left out."""
+"""Settled batches of one incarnation, by consumer group. Has each group for which workers wait, but not `TRAIN`."""
 
 
 class WeightsRefusal(BaseModel):

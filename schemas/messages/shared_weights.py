@@ -40,7 +40,7 @@ from headrace.schemas.messages.weights_file import NewFile, map_frames, write_ar
 log = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")
-"""Where files live in memory."""
+"""Folder whose files are in memory."""
 
 _USERS, _PULLER = "users", "puller"
 _NAME = re.compile(r"(\d{1,15})-(\d{1,15})-[0-9a-f]{32}")

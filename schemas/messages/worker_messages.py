@@ -206,7 +206,7 @@ class Heartbeat(Message):
     metrics: LoggedMetrics = {}
     """Metrics that callbacks have logged in this life: sums since its start, others over the newest values."""
     time_s: TimeByPart = {}
-    """Where the time of this life went so far."""
+    """Seconds of this life so far, by the part of the work that took them."""
     envs_lost: Annotated[int, Field(ge=0, le=1 << 16)] = 0
     """Envs that are down: they wait to be rebuilt, or for a host."""
     env_hosts: EnvHostCounts | None = None
@@ -215,7 +215,7 @@ class Heartbeat(Message):
     serving: ServingFigures | None = None
     """None where no clients are served."""
     ports: Ports | None = None
-    """Where env hosts and clients reach it, which the broker publishes at the rendezvous; None where it serves none."""
+    """Ports for env hosts and clients, which the broker publishes at the rendezvous; None where it serves none."""
     env_error: EnvErrorGroup | None = None
     """One group of failures of its envs, another in each heartbeat, with counts of this life."""
     bytes_shipped: Annotated[tuple[Bytes, Bytes], Strict(False)] | None = None
@@ -231,7 +231,7 @@ class Heartbeat(Message):
     tasks: Version | None = None
     """The tasks that its next resets take; None: it has none."""
     tasks_refused: Annotated[str, Field(max_length=MOST_SHORT_DETAIL)] = ""
-    """What its envs refuse of these tasks, and why, in words."""
+    """The tasks that its envs refuse, with the reasons, in words; "" if they take all."""
 
 
 class LastWords(Message):

@@ -1,1 +1,1 @@
-"""How processes find and meet each other: addresses, the broker's published file, handshakes, ports."""
+"""The means by which processes find each other: addresses, the broker's published file, handshakes, ports."""

@@ -1,4 +1,4 @@
-"""Where a peer finds its fleet, which may move, and when it no longer waits for it."""
+"""The address at which a peer finds its fleet, which may move, and the end of its wait for it."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Rendezvous:
         self.problem = ""
         """Text on why the last look found no fleet that runs; "" if it found one."""
         self.at_goal = False
-        """Whether the fleet had reached its goal at the last look."""
+        """True if the fleet had reached its goal at the last look."""
         scheme = urlsplit(where).scheme if "://" in where else ""
         self._fixed = _by_name(where, ports or {}, setting) if scheme == "dns" else None
         self._fetcher = _Fetcher(where) if scheme in ("http", "https") else None

@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 ENV_PREFIX = "HEADRACE_"
-"""How the names of environment variables with settings begin: HEADRACE_SECTION__KEY."""
+"""Prefix of the environment variables with settings: HEADRACE_SECTION__KEY."""

@@ -67,7 +67,7 @@ class MultiAgentEpisode(Episode):
     agents: list[Any] = field(default_factory=list)
     """The agent ids of `acting`."""
     turn: int = 0
-    """How often other seats were set to act."""
+    """Number of times that other seats were set to act."""
     under_way: bool = False
     """True while the agents have acted and the env has not answered. An abandoned step does not count."""
     is_plain: bool = False

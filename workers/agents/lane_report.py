@@ -49,7 +49,7 @@ class LaneReport:
     repeated: int = 0
     infos: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     end: ChunkEnd = ChunkEnd.ONGOING
-    """How the episode as a whole has ended."""
+    """The end of the episode as a whole."""
 
 
 def is_plain(answer: Any, agents: list[Any]) -> bool:

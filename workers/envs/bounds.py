@@ -1,4 +1,4 @@
-"""What a leaf and its dtype hold, maps of actions into the bounds of a Box, and the bounds of a reward."""
+"""Ranges of a leaf and its dtype, maps of actions into the bounds of a Box, and the bounds of a reward."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class ExternalDriver(LaneDriver, Protocol):
     read_version: Callable[[], tuple[int, int]]
     """Returns (learner_epoch, seq) of the weights that act."""
     heard_at: float
-    """When a driver of an episode last said something, in monotonic seconds."""
+    """Time of the last message from a driver of an episode, in monotonic seconds."""
 
     @property
     def open_episodes(self) -> int:

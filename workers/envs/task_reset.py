@@ -1,4 +1,4 @@
-"""How an env is reset with a task: by `set_task` before the reset if the env has one, otherwise as its options."""
+"""Reset of an env with a task: by `set_task` before the reset if the env has one, otherwise as its options."""
 
 from __future__ import annotations
 

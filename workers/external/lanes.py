@@ -92,7 +92,7 @@ class ExternalLanes(LaneDriver):
     def build(self, config: EnvRunnerConfig, first: Any = None) -> None:
         """Build the env, after closing any earlier one. Raises if it cannot be built."""
         self.heard_at = time.monotonic()
-        """When a driver of an episode last said something, in monotonic seconds."""
+        """Time of the last message from a driver of an episode, in monotonic seconds."""
         self._batch_wait_s = (config.remote_env_batch_wait_ms or 0.0) / 1000.0
         table = self._table
         table.config = config

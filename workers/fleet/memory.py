@@ -1,4 +1,4 @@
-"""How a worker's process keeps the memory of large arrays."""
+"""Reuse of the memory of large arrays by a worker's process."""
 
 from __future__ import annotations
 

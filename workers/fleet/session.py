@@ -65,7 +65,7 @@ class WorkerSession:
         self.incarnation = hello.incarnation
         self.settled = Settled()
         self.groups: dict[str, Settled] = {}
-        """What each other group for which workers keep batches has settled, as the broker last named them."""
+        """Settled batches by group, as the broker last told: each other group for which workers keep batches."""
         self.accepted = 0
         self.weights: Version = (0, 0)
         """The version in use by this worker."""
@@ -103,7 +103,7 @@ class WorkerSession:
         """True while the runner is in the midst of a call, so that a heartbeat repeats the figures of the last one."""
         self._figures: dict[str, Any] = {}
         self.ports: Ports | None = None
-        """Where env hosts and clients reach this worker."""
+        """Ports at which env hosts and clients reach this worker."""
         self._hello = hello
         self._window = Window(limits)
         self._round: tuple[Version, int] | None = None

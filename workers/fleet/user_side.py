@@ -1,4 +1,4 @@
-"""What env code changes in the whole process, and signal handlers that it sets: both hold in env code only.
+"""Changes of env code to the whole process, and signal handlers that it sets: both hold in env code only.
 
 Envs share their process with the policy and with delivery. `np.seterr(all="raise")` of an env must not make the policy
 raise, nor `torch.set_default_dtype` make it compute in another type. Envs keep what they have set.

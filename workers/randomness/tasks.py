@@ -21,7 +21,7 @@ _LAP = 1 << 40
 """The number of the first group of workers from `num_workers` on; twice it for workers from twice that number on."""
 
 Opening = tuple[int | None, Task | None, int]
-"""How an episode begins: the seed of its group (None: the env's own next one), its task, and the task's index."""
+"""The start of an episode: the seed of its group (None: the env's own next one), its task, and the task's index."""
 
 
 class TaskDraws:
@@ -44,7 +44,7 @@ class TaskDraws:
         self.begun: dict[int, int] = {}
         """Lane -> index of the task of its newest episode."""
         self.refused = ""
-        """What the envs refuse of these tasks, and why, in words."""
+        """The tasks that the envs refuse, with the reasons, in words; "" if they take all."""
         self.set(None)
 
     def __bool__(self) -> bool:

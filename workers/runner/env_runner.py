@@ -509,7 +509,7 @@ class EnvRunner(ABC, Generic[Batch]):
 
     @property
     def tasks_refused(self) -> str:
-        """What the envs refuse of the present tasks, and why, in words; "" if they take them."""
+        """The present tasks that the envs refuse, with the reasons, in words; "" if they take all."""
         return self._existing_table.tasks.refused if self._sampler is not None else ""
 
     def get_state(self, components: Wanted = None, not_components: Wanted = None) -> dict[str, Any]:

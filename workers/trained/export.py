@@ -215,7 +215,7 @@ def _quiet_torch() -> Iterator[list[warnings.WarningMessage]]:
 
 
 _Written = tuple[str, Sequence[str], Run]
-"""What the file is, the names of the inputs that it has, and the program in it."""
+"""The kind of the file in words, the names of its inputs, and the program in it."""
 
 
 def _write_torchscript(whole: _ActionsOfObservations, batch: list[Tensor], path: Path) -> _Written:

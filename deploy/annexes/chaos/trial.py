@@ -42,9 +42,9 @@ class Injected:
     event: Event
     at: float
     skipped: str = ""
-    """Why it was not injected; "" if it was."""
+    """The reason for which it was not injected; "" if it was."""
     over: float = 0.0
-    """When it was undone."""
+    """Time at which it was undone."""
     cut: dict[Life, int] = field(default_factory=dict)
     """The newest batch of each life when the fault was over. A later one has steps that were taken since."""
     recovery_s: float | None = None
@@ -61,7 +61,7 @@ class TrialResult:
     folders: Folders
     num_envs: int
     began: float = 0.0
-    """When the first step was at the learner, on the monotonic clock."""
+    """Time of the first step at the learner, on the monotonic clock."""
     injected: list[Injected] = field(default_factory=list)
     ended_early: list[str] = field(default_factory=list)
     """Sentences on processes that ended by themselves."""

@@ -130,7 +130,7 @@ class RunningFleet:
         self._has_told = False
         self._errors: list[str] = []
         self.summary: dict[str, Any] = {}
-        """What `headrace up --json` prints at its end: steps, episodes, ledger and others. Empty until then."""
+        """The output of `headrace up --json` at its end: steps, episodes, ledger and others. Empty until then."""
         command = [sys.executable, "-m", "headrace.deploy", "up", *options, "--run-dir", str(path), "--json", "--quiet"]
         python_path = [*dict.fromkeys(folders), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path), INSIDE: str(os.getpid())}

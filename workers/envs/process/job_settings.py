@@ -64,7 +64,7 @@ SETTINGS = {Phase[call.name]: setting for call, setting in user_calls.SETTINGS.i
     Phase.CLOSE: "the time of a close()",
     Phase.START: f"max(2 * env_reset_timeout_s, {_LEAST_START_S:g} s)",
 }
-"""What limits each phase, in terms of settings."""
+"""The time limit of each phase, in terms of settings."""
 
 
 def job_of(config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class RouterPort:
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.at = at if isinstance(at, SocketPlace) else (at[0], int(self.endpoint.rpartition(":")[2]))
-        """Where to bind the next port in place of this one."""
+        """Address to bind the next port to, in place of this one."""
         self._poller.register(self._socket, zmq.POLLIN)
 
     def _open_zap(self) -> zmq.Socket[bytes]:

@@ -1,4 +1,4 @@
-"""Which figures the page, `top` and the report show, and how: tiles, columns of workers, charts. All from the table."""
+"""The figures that the page, `top` and the report show: tiles, columns of workers, charts. All are from the table."""
 
 from __future__ import annotations
 
@@ -122,4 +122,4 @@ PAGE_CURVES = (
     *(line["name"] for chart in PAGE_CHARTS for line in chart["lines"]),
     *(edge for chart in PAGE_CHARTS for band in chart["bands"] for edge in band[:2]),
 )
-"""How the names of the curves begin that the page draws, or that it needs for its axis of env steps."""
+"""Prefixes of the names of the curves that the page draws, or that it needs for its axis of env steps."""
