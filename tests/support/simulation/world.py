@@ -196,7 +196,8 @@ class SimWorker:
         room = session.round_left() if synchronous else FRAGMENT_STEPS
         may_cut = session.state is WorkerState.ACTIVE and self.cut < world.settings.batches and session.has_room()
         if may_cut and room and session.may_step():
-            steps, chunks = world.random.randint(1, min(room, FRAGMENT_STEPS)), world.random.randint(1, 3)
+            steps = world.random.randint(1, min(room, FRAGMENT_STEPS))
+            chunks = min(steps, world.random.randint(1, 3))
             self.cut += 1
             totals = WorkerTotals(
                 seq=session.next_seq,
@@ -417,6 +418,9 @@ class SimSupervisor:
 class World:
     """Runs one schedule: a hostile phase, then peace until everything is settled or the deadline has passed."""
 
+    hears_ends_once = True
+    """False where a learner's next process may begin from the broker's commits, without a position."""
+
     def __init__(self, settings: Settings, history: Any, histories: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.settings = settings
         self.histories = histories
@@ -457,14 +461,18 @@ class World:
         self.workers = [SimWorker(self, slot, 1) for slot in range(settings.workers)]
         self.begun: dict[int, int] = {}
         """The newest incarnation of each slot that is alive or about to start; 1 where there is none here."""
-        self.learner = SimLearner(self)
-        self.readers = {group: SimLearner(self, group) for group in histories}
+        self.learner = self.new_learner()
+        self.readers = {group: self.new_learner(group) for group in histories}
         self._plan()
         self.at(0.25, self._broker_ticks)
 
     @property
     def checkpoint(self) -> tuple[list[SourcePosition], list[tuple[int, ...]], list[tuple[int, int]]]:
         return self.checkpoints[TRAIN]
+
+    def new_learner(self, group: str = TRAIN) -> SimLearner:
+        """Return a new process that reads for the group."""
+        return SimLearner(self, group)
 
     def at(self, time: float, event: Callable[[], None]) -> None:
         self._counter += 1
@@ -488,7 +496,8 @@ class World:
             self.history.folded(honest, {(row.slot, row.incarnation) for row in self._honest_rows()})
         self._note_refusals()
         twice = {key for key in self.checkpoint[2] if self.checkpoint[2].count(key) > 1}
-        self.history.problems += [f"{key}: the learner heard its end twice" for key in sorted(twice)]
+        if self.hears_ends_once:
+            self.history.problems += [f"{key}: the learner heard its end twice" for key in sorted(twice)]
         return self.settled()
 
     def settled(self) -> bool:
@@ -667,15 +676,15 @@ class World:
     def _start_readers(self) -> None:
         for group, reader in self.readers.items():
             if not reader.alive and self.supervisor.alive:
-                self.readers[group] = SimLearner(self, group)
+                self.readers[group] = self.new_learner(group)
 
     def _start_learner(self) -> None:
         if not self.learner.alive and self.supervisor.alive:
-            self.learner = SimLearner(self)
+            self.learner = self.new_learner()
 
     def _start_rival(self) -> None:
         if self.supervisor.alive:
-            self.learner = SimLearner(self)
+            self.learner = self.new_learner()
 
     def _make_peace(self) -> None:
         if not self.learner.alive:
