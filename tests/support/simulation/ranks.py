@@ -30,7 +30,7 @@ from support.simulation.world import Link, Settings, SimLearner, World
 
 SPACE = Box(shape=(1,), dtype="<f4"), Discrete(n=2)
 QUIET_S = 15.0
-"""Seconds without a round, in peace, after which no further one can be filled: a stream of one process takes the rest."""
+"""Seconds without a round, in peace, after which none can be filled. A stream of one process takes the rest."""
 
 BatchId = tuple[int, ...]
 """(slot, incarnation, seq, steps, chunks), as the worker cut it."""
