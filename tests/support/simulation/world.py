@@ -527,7 +527,7 @@ class World:
 
         An end that a connection has lost is told again only in the next one, so in a lossy world that may never be.
         """
-        if self.settings.faults.drop:
+        if self.settings.faults.drop or not self.hears_ends_once:
             return True
         dead = {(worker.slot, worker.incarnation) for worker in self.workers if not worker.alive}
         return dead & {batch[:2] for batch in self.checkpoint[1]} <= set(self.checkpoint[2])
