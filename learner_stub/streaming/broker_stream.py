@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -13,7 +14,7 @@ from headrace.learner_stub.link.broker_link import BrokerLink
 from headrace.learner_stub.streaming.lag import LagMonitor
 from headrace.learner_stub.streaming.ready_batches import ReadyBatches, Turns
 from headrace.learner_stub.streaming.session import LearnerSession, LearnerSessionState, StreamLimits
-from headrace.learner_stub.streaming.source_progress import CheckpointPosition
+from headrace.learner_stub.streaming.source_progress import Arrival, ArrivalKind, CheckpointPosition
 from headrace.schemas.basics.bounds import TRAIN, Version
 from headrace.schemas.basics.process_usage import own_cores, own_usage, torch_threads
 from headrace.schemas.chunks.batch import BatchCounts, ChunkBatch
@@ -58,6 +59,8 @@ class BrokerStream:
         self.session = LearnerSession(link.token, limits, fleet_id=fleet_id, position=[*position], group=group)
         self.ready = ReadyBatches(self.session, position, turns)
         self.lag = LagMonitor(warn_lag)
+        self._unread: deque[Arrival] = deque()
+        """Arrivals that were taken and not read, as the round that they are for is not complete."""
         self.session.figures = partial(_figures, link.token, self.lag)  # not a method: a cycle would outlive the stream
 
     @property
@@ -80,19 +83,29 @@ class BrokerStream:
     @property
     def pending(self) -> int:
         """Return the number of batches received and not handed out."""
-        return len(self.session.arrivals) + len(self.ready)
+        return len(self.session.arrivals) + len(self._unread) + len(self.ready)
+
+    @property
+    def coming(self) -> int:
+        """Return the number of batches that are ready, or were taken to be read."""
+        return len(self.ready) + sum(arrival.kind is ArrivalKind.BATCH for arrival in self._unread)
+
+    def take_one(self) -> bool:
+        """Take the next arrival, so that the broker may send another one. Return whether there was one."""
+        arrival = self.session.take()
+        if arrival is not None:
+            self._unread.append(arrival)
+        return arrival is not None
 
     def open_next(self) -> bool:
         """Read what has arrived until a batch is ready to be handed out. Return whether one is."""
-        while not self.ready:
-            if (arrival := self.session.take()) is None:
-                return False
-            self.ready.open(arrival, self.newest)
-        return True
+        while not self.ready and self.open_one():
+            pass
+        return bool(self.ready)
 
     def open_one(self) -> bool:
         """Read the next arrival. Return whether there was one."""
-        arrival = self.session.take()
+        arrival = self._unread.popleft() if self._unread else self.session.take()
         if arrival is not None:
             self.ready.open(arrival, self.newest)
         return arrival is not None

@@ -321,9 +321,10 @@ class EpisodeStream:
         return batches
 
     def _open(self, count: int) -> bool:
-        """Read what has arrived until `count` batches are ready. Return whether they are."""
-        if self.pending < count:
-            return False
+        """Read what has arrived, if it may be enough for `count` batches. Return whether as many are ready."""
+        while sum(broker.coming for broker in self._brokers) < count:
+            if not sum([broker.take_one() for broker in self._brokers]):
+                return False
         while sum(len(broker.ready) for broker in self._brokers) < count:
             if not sum([broker.open_one() for broker in self._brokers]):
                 return False
@@ -346,7 +347,8 @@ class EpisodeStream:
         """Return how far this learner is, counting all it was handed as trained on, and which episodes are open.
 
         The result is plain values for the learner's own checkpoint. It takes about 0.1 ms for each worker. Rank 0 has
-        it for all ranks; take it where all have trained on what they got.
+        it for all ranks; take it where all have trained on what they got. With `commit_lag`, and with automatic commits
+        of ranks, it counts what is settled.
 
         Raises:
             ConfigError: this is another rank than 0.
