@@ -1,5 +1,7 @@
 """A learner, a recorder for which workers wait, and a watcher that loses what is too old, while any process is killed.
 
+The learner is one process, or two ranks that share its batches.
+
 The outside truth is the env's: each of its observations has the number of its life, and rises by one.
 """
 
@@ -25,32 +27,39 @@ GROUPS = {"train": 0.0, "record": 0.0, "watch": 0.01}
 """Each group with the seconds that its reader takes for a batch."""
 KILLS = int(os.environ.get("HEADRACE_TEST_KILLS", "12"))
 PAUSE_S = 1.2
+RANK_ONE = "rank 1"
 
 
 class Readers:
-    """The processes that read, one for each group."""
+    """The processes that read, one for each group. With `ranks` the learner has a second one, its rank 1."""
 
-    def __init__(self, run_dir: Path, folder: Path) -> None:
+    def __init__(self, run_dir: Path, folder: Path, ranks: str) -> None:
         self._run_dir = run_dir
         self._folder = folder
-        self.processes = {group: self._start(group) for group in GROUPS}
+        self._ranks = ranks
+        self.processes = {name: self._start(name) for name in (*GROUPS, *([RANK_ONE] if ranks else ()))}
 
     def file(self, group: str) -> Path:
         return self._folder / f"{group}.lines"
 
-    def _start(self, group: str) -> subprocess.Popen[bytes]:
-        words = [str(self._run_dir), group, str(self.file(group)), str(GROUPS[group])]
-        command = [sys.executable, "-m", "support.fleets.group_reader", *words]
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        if self._ranks and name in ("train", RANK_ONE):
+            rank = str(int(name == RANK_ONE))
+            words = ["rank_reader", str(self._run_dir), str(self.file("train")), rank, self._ranks]
+        else:
+            words = ["group_reader", str(self._run_dir), name, str(self.file(name)), str(GROUPS[name])]
+        command = [sys.executable, "-m", f"support.fleets.{words[0]}", *words[1:]]
         return subprocess.Popen(command, cwd=Path(__file__).parents[1])
 
-    def kill(self, group: str) -> None:
-        self.processes[group].kill()
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        self.processes[name].wait()
         self.keep_alive()
 
     def keep_alive(self) -> None:
-        for group, process in self.processes.items():
+        for name, process in self.processes.items():
             if process.poll() is not None:
-                self.processes[group] = self._start(group)
+                self.processes[name] = self._start(name)
 
     def are_at_work(self) -> bool:
         self.keep_alive()
@@ -72,7 +81,8 @@ def steps_of(path: Path) -> list[tuple[int, int]]:
     return [(life, number) for line in read_lines(path) for life, number in line["steps"]]
 
 
-def test_each_group_gets_every_step_once_or_counts_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", ["", "fixed", "shared"])
+def test_each_group_gets_every_step_once_or_counts_it(tmp_path: Path, ranks: str) -> None:
     draw = random.Random(KILLS)
     run_dir = tmp_path / "run"
     groups = '--set=broker.consumer_groups={"record": "wait", "watch": "drop"}'
@@ -80,13 +90,13 @@ def test_each_group_gets_every_step_once_or_counts_it(tmp_path: Path) -> None:
     settings = ("--set", "learner.enabled=false", "--set", "supervisor.restart_attempts=1000", "--timeout-s", "100000")
     with RunningFleet(run_dir, *arguments, *settings, cwd=Path(__file__).parents[1]) as fleet:
         fleet.wait_until(lambda: (run_dir / "broker.json").exists(), "a broker")
-        readers = Readers(run_dir, tmp_path)
+        readers = Readers(run_dir, tmp_path, ranks)
         try:
             fleet.wait_until(readers.are_at_work, "all groups get batches")
             for _ in range(KILLS):
                 time.sleep(draw.uniform(0.5, 1.5) * PAUSE_S)
-                role = draw.choice(["worker", "broker", "redis", *GROUPS])
-                if role in GROUPS:
+                role = draw.choice(["worker", "broker", "redis", *readers.processes])
+                if role in readers.processes:
                     readers.kill(role)
                 elif (pid := fleet.pid(role, slot=draw.randrange(2) if role == "worker" else None)) is not None:
                     os.kill(pid, signal.SIGKILL)
@@ -98,6 +108,8 @@ def test_each_group_gets_every_step_once_or_counts_it(tmp_path: Path) -> None:
             readers.end()
         finally:
             readers.stop()
+    deep = fleet.deep_audit()
+    assert deep.returncode == 0, deep.stdout + deep.stderr
     books = fleet.audited()
     ledgers = {"train": books["ledger"], **{group: told["ledger"] for group, told in books["groups"].items()}}
     seen = {group: steps_of(readers.file(group)) for group in GROUPS}
