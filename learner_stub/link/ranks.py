@@ -74,6 +74,11 @@ class RankPort:
         host = host_to_advertise(bound, "")
         self.own = Ranks(rank=0, world_size=world_size, host=host, port=port, secret=os.urandom(16).hex())
 
+    @property
+    def usable(self) -> bool:
+        """Return whether the port is not closed, and of this process."""
+        return self._own.usable
+
     def messages(self) -> Iterator[tuple[bytes, Message]]:
         """Yield (connection, message) of what has arrived. What cannot be read is dropped: it is of no rank."""
         self._own.check()

@@ -109,6 +109,7 @@ class RankRounds:
 
     def close(self) -> None:
         """Tell the other ranks that no batch comes any more, and close the port."""
-        self._sessions.end()
-        self.flush()
+        if self._port.usable:
+            self._sessions.end()
+            self.flush()
         self._port.close()
