@@ -50,7 +50,11 @@ def chosen_rank(rank: int | str, world_size: int) -> tuple[int, int]:
             rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         except ValueError as error:
             raise ConfigError(f"the environment's RANK and WORLD_SIZE are no numbers: {error}", key="rank") from error
-    if not isinstance(rank, int) or not 0 < world_size <= MOST_RANKS or not 0 <= rank < world_size:
+    if (
+        not (isinstance(rank, int) and isinstance(world_size, int))
+        or not 0 < world_size <= MOST_RANKS
+        or not 0 <= rank < world_size
+    ):
         problem = f"rank = {brief(rank)} of world_size = {brief(world_size)}"
         raise ConfigError(f"{problem} is none of 0 to world_size - 1; {MOST_RANKS} ranks at most", key="rank")
     return rank, world_size

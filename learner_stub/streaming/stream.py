@@ -148,6 +148,9 @@ class EpisodeStream:
         endpoints = as_list(endpoint)
         self.rank, self.world_size = chosen_rank(rank, world_size)
         _check_options(group, steps_per_update, synchronous, len(endpoints), self.world_size)
+        if ranks not in ("shared", "fixed") or commit_lag < 0:
+            said = f"ranks: {brief(ranks)}, commit_lag: {brief(commit_lag)}"
+            raise ConfigError(f'{said}; give ranks "shared" or "fixed", and 0 or more for the lag', key="ranks")
         peer_keys = client_keys(keys, "learner")
         sources = address_sources(run_dir, rendezvous, len(endpoints))
         self._turns = Turns(commit_lag) if auto_commit and (commit_lag or self.world_size > 1) else None
