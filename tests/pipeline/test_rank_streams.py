@@ -1,0 +1,237 @@
+"""Ranks of one consumer group, each a process: they share its batches, and none is lost or given twice."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from headrace.deploy.run.key_pairs import make_keys
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.learner_stub.link import connection
+from headrace.schemas.credentials.keys import read_broker_keys, read_client_keys
+from headrace.schemas.errors import ConfigError, RefusedError
+from support.pipeline.delivery import BrokerThread, Envs, Feeder, Process, StartBroker, StartFeeder
+from support.pipeline.rank_process import told
+from support.waiting import TIMEOUT_S, wait_until
+
+COUNT = 12
+
+StartRank = Callable[..., "Rank"]
+
+
+class Rank(Process):
+    """Another rank than 0 as a process; `lines` are what it wrote."""
+
+    def __init__(self, endpoint: str, file: Path, **options: Any) -> None:
+        words = [endpoint, str(file), orjson.dumps(options).decode()]
+        command = [sys.executable, "-m", "support.pipeline.rank_process", *words]
+        super().__init__(subprocess.Popen(command, cwd=Path(__file__).parents[1]), file)
+
+    def lines(self) -> list[dict[str, Any]]:
+        text = self.log.read_bytes() if self.log.exists() else b""
+        return [orjson.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+
+    def batches(self) -> list[Any]:
+        return [batch for line in self.lines() for batch in line.get("round", ())]
+
+    def last(self, key: str) -> str:
+        wait_until(lambda: any(key in line for line in self.lines()), f"the rank's word on {key}")
+        return str(self.lines()[-1][key])
+
+
+@pytest.fixture
+def start_rank(stack: ExitStack, tmp_path: Path) -> StartRank:
+    """`start_rank(broker, name, rank=1, world_size=2, ...)`."""
+
+    def start(broker: BrokerThread, name: str = "1", **options: Any) -> Rank:
+        options = {"rank": 1, "world_size": 2, "connect_timeout_s": TIMEOUT_S, **options}
+        return stack.enter_context(Rank(broker.endpoints.learner, tmp_path / f"rank-{name}", **options))
+
+    return start
+
+
+def open_zero(stack: ExitStack, broker: BrokerThread, **options: Any) -> EpisodeStream:
+    options = {"rank": 0, "world_size": 2, "connect_timeout_s": TIMEOUT_S, **options}
+    return stack.enter_context(EpisodeStream(broker.endpoints.learner, **options))
+
+
+def read_rounds(stream: EpisodeStream, count: int) -> list[Any]:
+    """What rank 0 gets in `count` rounds, each within the time limit."""
+    got: list[Any] = []
+    for _ in range(count):
+        batches = stream.round_of(1, TIMEOUT_S)
+        assert len(batches) == 1
+        got.append(told(batches[0]))
+    return got
+
+
+def feed(
+    start_feeder: StartFeeder, broker: BrokerThread, count: int = COUNT, **options: Any
+) -> tuple[Feeder, list[Any]]:
+    """A worker, and what makes its batches known."""
+    batches = Envs(7).fragments(count)
+    return start_feeder(broker.endpoints.worker, batches, **options), [told(batch) for batch in batches]
+
+
+def content(batches: list[Any]) -> list[bytes]:
+    return sorted(orjson.dumps(batch[1:]) for batch in batches)
+
+
+@pytest.mark.parametrize("auto_commit", [True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_all_batches_in_equal_numbers(
+    broker: BrokerThread,
+    stack: ExitStack,
+    start_feeder: StartFeeder,
+    start_rank: StartRank,
+    world_size: int,
+    auto_commit: bool,
+) -> None:
+    feeder, shipped = feed(start_feeder, broker)
+    options = {"world_size": world_size, "auto_commit": auto_commit}
+    others = [start_rank(broker, str(rank), rank=rank, **options) for rank in range(1, world_size)]
+    zero = open_zero(stack, broker, **options)
+    rounds = COUNT // world_size
+    own = read_rounds(zero, rounds)
+    wait_until(lambda: all(len(other.batches()) == rounds for other in others), "the others' batches")
+    if not auto_commit:
+        assert not feeder.all_settled()
+        zero.commit()
+    assert zero.round_of(1, 0.2) == []
+    wait_until(lambda: (zero.pump(0.01), zero.next(0.05), feeder.all_settled())[-1], "the settlement")
+    assert content(own + [batch for other in others for batch in other.batches()]) == content(shipped)
+    zero.close()
+    for other in others:
+        assert other.last("ended") == "rank 0 has closed its stream"
+        assert other.wait() == 0
+
+
+@pytest.mark.parametrize("ranks", ["shared", "fixed"])
+def test_batches_of_a_killed_rank_are_given_again(
+    broker: BrokerThread, stack: ExitStack, start_feeder: StartFeeder, start_rank: StartRank, ranks: str
+) -> None:
+    feeder, shipped = feed(start_feeder, broker)
+    one = start_rank(broker, ranks=ranks, auto_commit=False)
+    zero = open_zero(stack, broker, ranks=ranks, auto_commit=False)
+    own = read_rounds(zero, 3)
+    wait_until(lambda: len(one.batches()) == 3, "rank 1's batches")
+    one.signal(signal.SIGKILL)
+    one.wait()
+    if ranks == "shared":
+        wait_until(lambda: zero._rounds is None or (zero.pump(0.05), zero._rounds._sessions.pool)[-1], "the loss")
+        with pytest.raises(RefusedError, match="a rank was lost with 3 batches, which come in the next round"):
+            zero.position()
+        own += read_rounds(zero, COUNT - 3)
+        assert content(own) == content(shipped)
+    else:
+        wait_until(lambda: (zero.pump(0.05), zero._rounds and zero._rounds.waits_for())[-1], "the loss")
+        assert zero.round_of(1, 0.3) == []
+        again = start_rank(broker, "again", ranks=ranks, auto_commit=False)
+        own += read_rounds(zero, COUNT // 2 - 3)
+        wait_until(lambda: len(again.batches()) == COUNT // 2, "the batches of rank 1")
+        assert again.batches()[:3] == one.batches()
+        assert content(own + again.batches()) == content(shipped)
+    zero.commit()
+    wait_until(lambda: (zero.pump(0.01), feeder.all_settled())[-1], "the settlement")
+
+
+def test_a_newer_process_of_a_rank_ends_the_older_one(
+    broker: BrokerThread, stack: ExitStack, start_feeder: StartFeeder, start_rank: StartRank
+) -> None:
+    older = start_rank(broker, "older")
+    zero = open_zero(stack, broker)
+    wait_until(lambda: (zero.pump(0.02), older.lines())[-1], "the older one")
+    newer = start_rank(broker, "newer")
+    wait_until(lambda: (zero.pump(0.02), newer.lines())[-1], "the newer one")
+    wait_until(lambda: (zero.pump(0.02), len(older.lines()) > 1)[-1], "the end of the older one")
+    assert "a newer process has taken over rank 1; this one must stop" in older.last("error")
+
+
+def test_a_new_rank_0_fences_the_others_and_gets_what_was_not_committed(
+    broker: BrokerThread, stack: ExitStack, start_feeder: StartFeeder, start_rank: StartRank
+) -> None:
+    _, shipped = feed(start_feeder, broker)
+    one, first = start_rank(broker, auto_commit=False), open_zero(stack, broker, auto_commit=False)
+    read_rounds(first, 2)
+    later = open_zero(stack, broker, auto_commit=False)
+    first.close()
+    wait_until(lambda: (later.pump(0.02), len(one.lines()) > 2 and "round" not in one.lines()[-1])[-1], "its end")
+    start_rank(broker, "next", auto_commit=False)
+    own = read_rounds(later, 2)
+    assert content(own)[0] in content(shipped[:4])
+
+
+def test_another_world_size_is_refused_where_it_is_asked(
+    broker: BrokerThread, stack: ExitStack, start_rank: StartRank
+) -> None:
+    zero, one = open_zero(stack, broker, world_size=3), start_rank(broker)
+    wait_until(lambda: (zero.pump(0.02), one.lines())[-1], "the refusal")
+    assert "rank 1 has world_size 2, and rank 0 has 3; give all ranks the same" in one.last("error")
+
+
+@pytest.mark.parametrize("group", ["train", "record"])
+def test_groups_and_ranks_read_with_the_learners_key(
+    start_broker: StartBroker,
+    stack: ExitStack,
+    start_feeder: StartFeeder,
+    start_rank: StartRank,
+    tmp_path: Path,
+    group: str,
+) -> None:
+    """The key is the learner's: a broker that took the role of a HELLO for that of its key refused both."""
+    folder = tmp_path / "keys"
+    make_keys(folder)
+    broker = start_broker(keys=read_broker_keys(folder))
+    _, shipped = feed(start_feeder, broker, keys=read_client_keys(folder, "worker"))
+    one = start_rank(broker, keys=str(folder), group=group)
+    zero = open_zero(stack, broker, keys=folder, group=group)
+    own = read_rounds(zero, COUNT // 2)
+    wait_until(lambda: len(one.batches()) == COUNT // 2, "rank 1's batches")
+    assert content(own + one.batches()) == content(shipped)
+
+
+def test_a_rank_other_than_0_publishes_no_weights(broker: BrokerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_RANKS", {})
+    connection.note_rank([broker.endpoints.learner], 1)
+    with pytest.raises(ConfigError, match="rank 0 publishes the weights, and this is rank 1"):
+        WeightPublisher(broker.endpoints.learner)
+
+
+def test_an_interrupt_ends_the_wait_of_a_rank(broker: BrokerThread, stack: ExitStack, start_rank: StartRank) -> None:
+    zero, one = open_zero(stack, broker), start_rank(broker)
+    wait_until(lambda: (zero.pump(0.02), one.lines())[-1], "rank 1")
+    one.signal(signal.SIGINT)
+    assert one.last("error") == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank = 2 of world_size = 2 is none of"),
+        ({"rank": -1, "world_size": 2}, "rank = -1 of world_size = 2"),
+        ({"rank": 0, "world_size": 0}, "world_size = 0"),
+        ({"rank": "one", "world_size": 2}, "rank = 'one'"),
+        ({"rank": 0, "world_size": 2, "synchronous": True}, "synchronous sampling has one process"),
+        ({"rank": 0, "world_size": 2.5}, "world_size = 2.5"),
+        ({"rank": 0, "world_size": 2, "ranks": "loose"}, "ranks: 'loose'"),
+        ({"commit_lag": -1}, "commit_lag"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EpisodeStream("tcp://127.0.0.1:1", connect_timeout_s=0.5, **options)
+
+
+def test_the_environment_tells_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="rank = 3 of world_size = 2"):
+        EpisodeStream("tcp://127.0.0.1:1", rank="env")
