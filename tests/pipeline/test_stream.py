@@ -190,6 +190,58 @@ def test_ctrl_c_ends_a_call_that_waits(broker: BrokerThread, open_stream: OpenSt
         signal.signal(signal.SIGINT, before)
 
 
+def test_a_round_comes_whole_also_where_it_is_larger_than_the_window(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    stream = open_stream(auto_commit=False, window_batches=2)
+    feeder, witness = start_feeder(broker.endpoints.worker, Envs(3).fragments(14)), Witness()
+    for _ in range(2):
+        batches = stream.round_of(7, TIMEOUT_S)
+        assert len(batches) == 7
+        stream.commit()
+        for batch in batches:
+            witness.see(batch)
+    assert witness.steps == sum(feeder.steps.values())
+    assert stream.round_of(1, 0.1) == []
+
+
+def test_an_incomplete_round_is_neither_handed_out_nor_in_the_position(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    stream = open_stream(auto_commit=False)
+    start_feeder(broker.endpoints.worker, Envs(3).fragments(5))
+    first = stream.round_of(3, TIMEOUT_S)
+    place = stream.position()
+    assert stream.round_of(3, 0.3) == []
+    assert stream.position() == place
+    assert [batch.seq for batch in first] == [1, 2, 3]
+    assert [batch.seq for batch in stream.round_of(2, TIMEOUT_S)] == [4, 5]
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_damaged_batch_in_a_round_is_replaced_and_settles_in_its_turn(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder, at: int
+) -> None:
+    stream = open_stream(auto_commit=False)
+    feeder = start_feeder(broker.endpoints.worker, Envs(3).fragments(9), alter=flip(at))
+    while not stream.dropped["poison"]:
+        assert stream.round_of(3, TIMEOUT_S)
+    wait_until(lambda: (stream.next(0.05), stream.commit(), feeder.all_settled())[-1], "the settlement")
+
+
+def test_a_lag_of_commits_keeps_the_newest_batches_unsettled(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    stream = open_stream(commit_lag=2)
+    feeder = start_feeder(broker.endpoints.worker, Envs(3).fragments(6))
+    for _ in range(6):
+        assert stream.next(TIMEOUT_S) is not None
+    assert stream.next(0.5) is None
+    assert feeder.session.settled.seq == 4
+    stream.commit()
+    wait_until(lambda: (stream.pump(0.01), feeder.all_settled())[-1], "the settlement")
+
+
 def test_the_iterator_settles_a_batch_when_the_next_is_asked_for(
     broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
 ) -> None:
