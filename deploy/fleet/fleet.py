@@ -412,6 +412,7 @@ class Fleet:
         left after it stay queued in the ledger. Raises `FleetError` at the second signal.
         """
         self.record.note(state="draining", at_goal=at_goal)
+        self.supervisor.hurry(Role.REDIS)  # a pause may be longer than the drain, and the books must reach Redis
         if self.supervisor.gone(Role.BROKER):  # it failed for good, so workers need not wait for its acknowledgement
             self._note_stopped()
         if self._watchdog is not None:

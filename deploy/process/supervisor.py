@@ -166,6 +166,7 @@ class Supervisor:
         self._observer = observer
         self._rng = rng or random.Random()
         self._fork_server = fork_server
+        self._hurried: Role | None = None
         loop.on_error = self.fail
 
     def fail(self, error: OSError | HeadraceError) -> None:
@@ -194,8 +195,7 @@ class Supervisor:
 
     def start(self, spec: ProcessSpec) -> Service:
         """Start a process and keep it alive from now on."""
-        service = Service(spec, RestartPolicy(self._section.restart_attempts, self._rng))
-        self.services[spec.name] = service
+        service = self.services[spec.name] = Service(spec, RestartPolicy(self._section.restart_attempts, self._rng))
         self._spawn(service)
         return service
 
@@ -243,6 +243,14 @@ class Supervisor:
         for zombie in service.zombies:
             zombie.send(signal.SIGKILL)
 
+    def hurry(self, role: Role) -> None:
+        """Restart processes of this role without a pause from now on, those that wait now too."""
+        self._hurried = role
+        for service in self._of([role]):
+            if service.state is ServiceState.RESTARTING:
+                self._cancel(service)
+                self._spawn(service)
+
     def start_again(self, service: Service) -> None:
         """Start a process that was stopped."""
         if service.state is ServiceState.STOPPED:
@@ -264,9 +272,7 @@ class Supervisor:
 
     def gone(self, *roles: Role) -> bool:
         """Return whether no process of `roles` (none given: of any) lives or will start."""
-        return all(
-            service.child is None and not service.zombies and service.state in OVER for service in self._of(roles)
-        )
+        return all(one.child is None and not one.zombies and one.state in OVER for one in self._of(roles))
 
     def restarts(self) -> dict[str, int]:
         """Return restarts by role."""
@@ -353,6 +359,7 @@ class Supervisor:
         if delay_s is None:
             self._fail(service, self._crash_loop(service, child, end))
             return
+        delay_s = 0.0 if service.spec.role is self._hurried else delay_s
         service.state = ServiceState.RESTARTING
         service.restarts += 1
         log.info("%s starts again in %.2f s (restart %d)", service.spec.name, delay_s, service.restarts)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace.deploy.process import restarts
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.process.supervisor import INCURABLE, ProcessSpec, Role, ServiceState
@@ -159,6 +160,23 @@ def test_stop_cancels_a_restart_that_is_pending(nursery: Nursery) -> None:
     nursery.supervisor.stop()
     assert service.state is ServiceState.STOPPED
     assert nursery.supervisor.gone()
+
+
+def test_a_hurried_role_restarts_without_a_pause_also_where_one_is_under_way(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", 1000.0)
+    redis, broker = nursery.start(SLEEP, "redis", Role.REDIS), nursery.start(SLEEP, "broker")
+    nursery.until(lambda: nursery.says("redis", "up") and nursery.says("broker", "up"))
+    for service in (redis, broker):
+        assert service.child is not None
+        os.kill(service.child.pid, signal.SIGKILL)
+    nursery.until(lambda: redis.state is broker.state is ServiceState.RESTARTING)
+    nursery.supervisor.hurry(Role.REDIS)
+    nursery.until(lambda: nursery.says("redis", "up", times=2))
+    os.kill(redis.child.pid, signal.SIGKILL)
+    nursery.until(lambda: nursery.says("redis", "up", times=3))
+    assert (redis.restarts, broker.restarts, broker.state) == (2, 1, ServiceState.RESTARTING)
 
 
 def test_stop_ends_a_stopped_process_as_well(nursery: Nursery) -> None:

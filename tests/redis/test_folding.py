@@ -272,6 +272,9 @@ def test_an_empty_redis_gets_the_books_of_all_ended_lives_from_a_new_broker(
     before = read(url, books.FLEET)
     assert {slot: lives.lives for slot, lives in before.folded.items()} == {0: 3, 1: 3, 2: 3}
     assert len(before.rows) == 6
+    assert audit(before) == []
+    of_lives = {life: counters.get("accepted_bytes_total") for life, counters in before.sources.items()}
+    assert of_lives == {(slot, life): 3000 if life == 0 else 1000 for slot in range(3) for life in (0, 4, 5)}
     fleet.broker.close()
     for key in client.keys(f"headrace:{{{books.FLEET}}}:*"):
         client.delete(key)
