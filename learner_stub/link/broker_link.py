@@ -27,14 +27,19 @@ class BrokerLink:
     """A DEALER to the learner endpoint of the broker at `place`, which it follows when it moves.
 
     A place without an address gets its socket once it has one. `number` is the broker's among those of the fleet,
-    which share the learner's token. Raises `KeysRefusedError` when the broker does not let the learner in.
+    which share the learner's token. With `keeps_unread`, what has arrived can be read after the connection has ended,
+    and what is sent without one waits for the next one. Raises `KeysRefusedError` when the broker does not let the
+    learner in.
     """
 
-    def __init__(self, place: FleetPlace, keys: ClientKeys | None, token: str, number: int) -> None:
+    def __init__(
+        self, place: FleetPlace, keys: ClientKeys | None, token: str, number: int, *, keeps_unread: bool = False
+    ) -> None:
         self.place = place
         self.token = token
         self.number = number
         self._keys = keys
+        self._options = sockets.DEALER | {"IMMEDIATE": int(not keeps_unread)}
         self._own: sockets.OwnSockets | None = None
         if place.endpoint:
             self._connect(place.endpoint)
@@ -42,7 +47,7 @@ class BrokerLink:
     def _connect(self, endpoint: str) -> None:
         self._handshakes = Handshakes(endpoint, "learner", self._keys)
         self._own = sockets.OwnSockets(zmq.Context(), f"a learner's connection to {endpoint}", _LEAVING_S)
-        self.socket: zmq.Socket[bytes] = self._own.open(zmq.DEALER, {**sockets.DEALER, **self._handshakes.options()})
+        self.socket: zmq.Socket[bytes] = self._own.open(zmq.DEALER, {**self._options, **self._handshakes.options()})
         self._monitor: zmq.Socket[bytes] = self._own.monitor(self.socket, CLIENT_EVENTS)
         self.socket.connect(endpoint)
 

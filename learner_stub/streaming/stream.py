@@ -192,7 +192,7 @@ class EpisodeStream:
                 server="stream of rank 0" if self.rank else "broker",
                 stopped_patience_s=min(STOPPED_WAIT_S, silence_timeout_s),
             )
-            link = BrokerLink(place, peer_keys, self.token, number)
+            link = BrokerLink(place, peer_keys, self.token, number, keeps_unread=self.rank > 0)
             broker = BrokerStream(link, limits, *places[number], warn_lag, group, turns=self._turns)
             broker.session.ranks = self._rank_zero or self._rounds
             self._brokers.append(broker)

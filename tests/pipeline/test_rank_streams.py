@@ -85,7 +85,7 @@ def content(batches: list[Any]) -> list[bytes]:
     return sorted(orjson.dumps(batch[1:]) for batch in batches)
 
 
-@pytest.mark.parametrize("auto_commit", [True])
+@pytest.mark.parametrize("auto_commit", [True, False])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_share_all_batches_in_equal_numbers(
     broker: BrokerThread,
@@ -200,7 +200,7 @@ def test_groups_and_ranks_read_with_the_learners_key(
 
 def test_a_rank_other_than_0_publishes_no_weights(broker: BrokerThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_RANKS", {})
-    connection.note_rank([broker.endpoints.learner], 1)
+    connection.note_rank(broker.endpoints.learner, 1)
     with pytest.raises(ConfigError, match="rank 0 publishes the weights, and this is rank 1"):
         WeightPublisher(broker.endpoints.learner)
 
