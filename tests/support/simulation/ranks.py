@@ -21,7 +21,6 @@ from headrace.learner_stub.streaming.session import LearnerSessionState as Learn
 from headrace.learner_stub.streaming.source_progress import CheckpointPosition
 from headrace.schemas.basics.bounds import TRAIN
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch, read_batch_header
-from headrace.schemas.chunks.batch_reader import UnreadBatch
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.chunks.spaces import Box, Discrete
 from headrace.schemas.frames.wire import decode_header
@@ -57,7 +56,11 @@ class RankPlay:
     """Rank 0's next process begins from the position of the last one; False: from what the broker knows."""
 
 
-def real_batch(header: BatchHeader) -> UnreadBatch:
+Unread = tuple[dict[str, Any], list[Any]]
+"""The header and the frames of a batch that was received and not read."""
+
+
+def real_batch(header: BatchHeader) -> Unread:
     """Return a batch of whole episodes as a worker would send it. Its rewards are its number."""
     table = np.zeros(header.chunks, CHUNK_TABLE)
     table["length"], table["end"] = 1, ChunkEnd.TERMINATED
@@ -73,10 +76,10 @@ def real_batch(header: BatchHeader) -> UnreadBatch:
     return unread(encode_batch(ChunkBatch(table, columns, *SPACE), header))
 
 
-def unread(frames: list[Any]) -> UnreadBatch:
+def unread(frames: list[Any]) -> Unread:
     """Return a batch as a stream takes it from its connection."""
     _, header = decode_header(frames)
-    return UnreadBatch(read_batch_header(header), header, frames)
+    return header, frames
 
 
 def id_of(batch: ChunkBatch) -> BatchId:
@@ -387,7 +390,7 @@ class SimRank(Process):
             return
         if isinstance(content, list):
             batch = unread(content)
-            self.session.receive_batch(batch.header, batch, self.world.now)
+            self.session.receive_batch(read_batch_header(batch[0]), batch, self.world.now)
         else:
             self.session.receive(content, self.world.now)
 
