@@ -144,7 +144,7 @@ class RankZero:
         self._found: Ranks | None = None
         self._heard_at = -math.inf
 
-    def __call__(self) -> Ranks | None:
+    def told(self) -> Ranks | None:
         """Return what this rank tells rank 0; None before it was found.
 
         The secret stays that of the first rank 0 that was found: a later one has other batches.

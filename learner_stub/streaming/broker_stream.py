@@ -40,8 +40,8 @@ _QUIET_S = 1.0
 class BrokerStream:
     """The session with one broker, its batches in order, and how old they are.
 
-    `fleet_id`, `position`, `warn_lag` and `group` are as of `EpisodeStream`. `turns` keep the
-    batches that are handed out until they settle; None: a commit settles all of them.
+    `fleet_id`, `position`, `warn_lag` and `group` are as of `EpisodeStream`. `turns` keep the batches that are handed
+    out until they settle; None: a commit settles all of them.
     """
 
     def __init__(

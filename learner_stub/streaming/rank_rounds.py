@@ -32,52 +32,44 @@ class RankRounds:
     def __init__(self, port: RankPort, turns: Turns | None, *, is_fixed: bool) -> None:
         self._port = port
         lag = turns.lag if turns is not None else None
-        self._sessions = RankSessions(port.own, is_fixed=is_fixed, commit_lag=lag)
+        self.sessions = RankSessions(port.own, is_fixed=is_fixed, commit_lag=lag)
         self._waits_since: float | None = None
         self._say_at = 0.0
 
     def waits_for(self) -> list[int]:
         """Return the ranks without which no round can begin. Log them every ten seconds."""
-        ranks, now = self._sessions.waits_for(), connection.now()
+        ranks, now = self.sessions.waits_for(), connection.now()
         if not ranks:
             self._waits_since = None
         elif self._waits_since is None:
             self._waits_since, self._say_at = now, now + _SAY_WAITING_S
         elif now >= self._say_at:
             self._say_at = now + _SAY_WAITING_S
-            named, of = ", ".join(map(str, ranks)), self._sessions.own.world_size
+            named, of = ", ".join(map(str, ranks)), self.sessions.own.world_size
             log.warning("waiting for rank %s of %d (%.0f s)", named, of, now - self._waits_since)
         return ranks
 
-    def new_batches(self, count: int) -> int:
-        """Return how many batches a round of `count` for each rank takes from the stream."""
-        return self._sessions.new_batches(count)
-
     def share(self, batches: Sequence[ChunkBatch], count: int) -> list[ChunkBatch]:
         """Begin a round. Send the other ranks their batches, and return those of rank 0."""
-        own = self._sessions.share(batches, count)
+        own = self.sessions.share(batches, count)
         self.flush()
         return own
 
-    def settled_round(self, own: int) -> int:
-        """Return the newest round that every rank has committed, where rank 0 has committed those up to `own`."""
-        return self._sessions.settled_round(own)
-
     def settle_all(self) -> bool:
         """Count all that the ranks got as trained on. Return False while batches of a lost rank wait for their turn."""
-        if self._sessions.to_give_again:
+        if self.sessions.to_give_again:
             log.warning("the commit waits: a lost rank's batches come in the next round")
             return False
-        self._sessions.settle_all()
+        self.sessions.settle_all()
         return True
 
     def check_position(self) -> None:
         """Raise `RefusedError` while no position can say which batches were trained on."""
-        if count := self._sessions.to_give_again:
+        if count := self.sessions.to_give_again:
             detail = f"a rank was lost with {count} batches, which come in the next round"
             raise RefusedError("rank_lost", f"{detail}; take the position after it")
 
-    def __call__(self) -> Ranks:
+    def told(self) -> Ranks:
         """Return what rank 0 tells the broker of itself."""
         return self._port.own
 
@@ -85,23 +77,23 @@ class RankRounds:
         """Take what the other ranks have sent, and send what is due. `brokers` know what they are told of the fleet."""
         now = connection.now()
         sessions = [broker.session for broker in brokers]
-        self._sessions.facts = LearnerWelcome.model_construct(
+        self.sessions.facts = LearnerWelcome.model_construct(
             fleet_id=sessions[0].fleet_id,
             epoch=max(1, *(session.epoch for session in sessions)),
             spaces=next((session.spaces for session in sessions if session.spaces), {}),
             published=max(broker.newest for broker in brokers),
         )
-        self._sessions.exhausted = all(session.exhausted for session in sessions)
+        self.sessions.exhausted = all(session.exhausted for session in sessions)
         for peer, message in self._port.messages():
-            self._sessions.receive(peer, message, now)
-        self._sessions.tick(now)
+            self.sessions.receive(peer, message, now)
+        self.sessions.tick(now)
         self.flush()
 
     def flush(self) -> None:
         """Send what is due."""
-        for peer, content in self._sessions.take_outbox():
+        for peer, content in self.sessions.take_outbox():
             if not self._port.send(peer, content):
-                self._sessions.gone(peer, connection.now())
+                self.sessions.gone(peer, connection.now())
 
     def watch(self, poller: zmq.Poller) -> None:
         """Let a poller wait for the next message of a rank."""
@@ -110,6 +102,6 @@ class RankRounds:
     def close(self) -> None:
         """Tell the other ranks that no batch comes any more, and close the port."""
         if self._port.usable:
-            self._sessions.end()
+            self.sessions.end()
             self.flush()
         self._port.close()

@@ -123,7 +123,7 @@ class RankSessions:
         self.pool: deque[_Given] = deque()
         """Batches of lost ranks, which are given again before any other."""
         self.facts = LearnerWelcome(fleet_id="", epoch=1)
-        """What rank 0 knows of its fleet, for the other ranks."""
+        """The fleet as rank 0 knows it, for the other ranks."""
         self.exhausted = False
         """True while no batch comes soon."""
         self._is_fixed = is_fixed

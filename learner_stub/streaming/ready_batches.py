@@ -47,7 +47,7 @@ class Turns:
         self.later: deque[Callable[[], None]] = deque()
         """Calls that settle the batches, in order."""
         self.open: deque[int] = deque()
-        """Of each round that is not settled, the number of its calls in `later`."""
+        """The number of calls in `later` of each round that is not settled."""
 
     def begin(self) -> None:
         """Note that what was put into `later` since the last call is of a new round."""

@@ -57,6 +57,9 @@ _MOST_SETTLED = MOST_COUNT // 2
 a count.
 """
 
+SILENCE_S = 5.0
+"""Seconds without a word of the broker after which a stream says HELLO again."""
+
 _FIGURES_S = 0.25
 """Figures of the learner go with a commit at this interval, and with each that is urgent."""
 
@@ -85,7 +88,7 @@ class StreamLimits:
     connect_retry_s: float = 0.02
     """While there is no connection: short, since no message is sent, and not 0, since the caller waits as long."""
     heartbeat_s: float = 0.5
-    silence_s: float = 5.0
+    silence_s: float = SILENCE_S
     gather_s: float = 0.002
     gather_batches: int = 8
     """A commit that is not urgent may wait this long, and for this many batches, to be sent together with the next one.

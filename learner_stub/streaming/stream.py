@@ -19,7 +19,6 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -34,7 +33,7 @@ from headrace.learner_stub.streaming.lag import mean_lag
 from headrace.learner_stub.streaming.rank_rounds import RankRounds
 from headrace.learner_stub.streaming.rank_sessions import ENDED, MOST_AHEAD
 from headrace.learner_stub.streaming.ready_batches import Turns
-from headrace.learner_stub.streaming.session import LearnerSessionState, StreamLimits
+from headrace.learner_stub.streaming.session import SILENCE_S, LearnerSessionState, StreamLimits
 from headrace.learner_stub.streaming.source_progress import by_broker
 from headrace.learner_stub.streaming.stall_detector import StallDetector
 from headrace.learner_stub.streaming.update_size import UpdateSize
@@ -148,9 +147,7 @@ class EpisodeStream:
         endpoints = as_list(endpoint)
         self.rank, self.world_size = chosen_rank(rank, world_size)
         _check_options(group, steps_per_update, synchronous, len(endpoints), self.world_size)
-        if ranks not in ("shared", "fixed") or commit_lag < 0:
-            said = f"ranks: {brief(ranks)}, commit_lag: {brief(commit_lag)}"
-            raise ConfigError(f'{said}; give ranks "shared" or "fixed", and 0 or more for the lag', key="ranks")
+        _check_ranks(ranks, commit_lag)
         peer_keys = client_keys(keys, "learner")
         sources = address_sources(run_dir, rendezvous, len(endpoints))
         self._turns = Turns(commit_lag) if auto_commit and (commit_lag or self.world_size > 1) else None
@@ -168,9 +165,8 @@ class EpisodeStream:
             window_bytes=-(-window_bytes // len(endpoints)),
             synchronous=synchronous,
             steps_per_update=steps_per_update or 0,
+            silence_s=math.inf if self.rank else SILENCE_S,  # rank 0 says nothing while it trains
         )
-        if self.rank:  # rank 0 says nothing while it trains
-            limits = replace(limits, silence_s=math.inf)
         places = by_broker(position or [], fleet_id, len(endpoints), group)
         if self.world_size > 1 and not self.rank:
             port = RankPort(self.world_size, endpoints, peer_keys)
@@ -184,18 +180,11 @@ class EpisodeStream:
         self._turn = 0
         """The broker whose batch is handed out next, if it has one."""
         for number, (address, source) in enumerate(zip(endpoints, sources, strict=True)):
-            place = FleetPlace(
-                address,
-                "learner",
-                source,
-                patience_s=silence_timeout_s,
-                server="stream of rank 0" if self.rank else "broker",
-                stopped_patience_s=min(STOPPED_WAIT_S, silence_timeout_s),
-            )
+            place = self._place(address, source, silence_timeout_s)
             link = BrokerLink(place, peer_keys, self.token, number, keeps_unread=self.rank > 0)
-            broker = BrokerStream(link, limits, *places[number], warn_lag, group, turns=self._turns)
-            broker.session.ranks = self._rank_zero or self._rounds
-            self._brokers.append(broker)
+            self._brokers.append(BrokerStream(link, limits, *places[number], warn_lag, group, turns=self._turns))
+        if (own_place := self._rank_zero or self._rounds) is not None:
+            self._brokers[0].session.ranks = own_place.told
         self._time = connection.shared(self.token).time_spent = TimeSpent()
         self._time.start()
         in_hand = 1 + commit_lag + (MOST_AHEAD if self._rounds is not None else 0)
@@ -207,6 +196,16 @@ class EpisodeStream:
         connection.enroll(self)
         self._join(connect_timeout_s)
         connection.replace_older(self.token)
+
+    def _place(self, address: str, source: AddressSource | None, patience_s: float) -> FleetPlace:
+        return FleetPlace(
+            address,
+            "learner",
+            source,
+            patience_s=patience_s,
+            server="stream of rank 0" if self.rank else "broker",
+            stopped_patience_s=min(STOPPED_WAIT_S, patience_s),
+        )
 
     @classmethod
     def of(cls, where: Where | Sequence[Where] = None, *, connect_timeout_s: float = 60.0, **options: Any) -> Self:
@@ -289,7 +288,7 @@ class EpisodeStream:
         elif self._rounds.waits_for():
             return []
         else:
-            new = self._rounds.new_batches(count)
+            new = self._rounds.sessions.new_batches(count)
             batches = self._hand_out(new)
             if len(batches) == new:
                 batches = self._rounds.share(batches, count)
@@ -601,7 +600,7 @@ class EpisodeStream:
         """Settle all batches but those of the newest `lag` rounds, as far as the other ranks have committed theirs."""
         if self._turns is not None:
             newest = self._turns.round - lag
-            self._turns.settle(newest if self._rounds is None else self._rounds.settled_round(newest))
+            self._turns.settle(newest if self._rounds is None else self._rounds.sessions.settled_round(newest))
         elif self._rounds is not None and not self._rounds.settle_all():
             return
         for broker in self._brokers:
@@ -624,3 +623,10 @@ def _check_options(group: str, steps_per_update: int | None, synchronous: bool, 
         raise ConfigError(f"synchronous sampling has one broker, got {brokers} endpoints", key="synchronous")
     if synchronous and world_size > 1:
         raise ConfigError("synchronous sampling has one process for its learner, and no ranks", key="synchronous")
+
+
+def _check_ranks(ranks: str, commit_lag: int) -> None:
+    """Raise `ConfigError` for a rule for lost ranks, or a lag of commits, that cannot be."""
+    if ranks not in ("shared", "fixed") or commit_lag < 0:
+        said = f"ranks: {brief(ranks)}, commit_lag: {brief(commit_lag)}"
+        raise ConfigError(f'{said}; give ranks "shared" or "fixed", and 0 or more for the lag', key="ranks")

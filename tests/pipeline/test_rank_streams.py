@@ -126,7 +126,7 @@ def test_batches_of_a_killed_rank_are_given_again(
     one.signal(signal.SIGKILL)
     one.wait()
     if ranks == "shared":
-        wait_until(lambda: zero._rounds is None or (zero.pump(0.05), zero._rounds._sessions.pool)[-1], "the loss")
+        wait_until(lambda: zero._rounds is None or (zero.pump(0.05), zero._rounds.sessions.pool)[-1], "the loss")
         with pytest.raises(RefusedError, match="a rank was lost with 3 batches, which come in the next round"):
             zero.position()
         own += read_rounds(zero, COUNT - 3)

@@ -128,7 +128,7 @@ def _tables(batches: Sequence[ChunkBatch]) -> tuple[pa.Table, pa.Table]:
     last = np.zeros(len(chunk_of), np.bool_)
     last[stop[has_steps] - 1] = True
     at = np.where(has_steps, np.cumsum(has_steps) - 1, 0)
-    """Of each chunk, its place among those with steps."""
+    """The place of each chunk among those with steps."""
     for name in ("end", "reason"):
         code = chunks.arrays[name].indices.fill_null(-1).to_numpy()[chunk_of]
         code = np.where(last, code, 0 if name == "end" else -1)

@@ -18,7 +18,7 @@ from headrace.schemas.errors import HeadraceError
 
 
 def told(batch: Any) -> list[Any]:
-    """What makes a batch known: its source, its steps, and the episodes of its chunks."""
+    """Return what makes a batch known: its source, its steps, and the episodes of its chunks."""
     return [batch.slot, batch.steps, [[chunk.episode_id, chunk.chunk_index] for chunk in batch]]
 
 
