@@ -132,6 +132,8 @@ class RankZero:
     ) -> None:
         self._own = own
         self._endpoint = endpoint
+        self.has_joined = False
+        """True once rank 0 has welcomed this rank."""
         connection.note_rank(endpoint, own.rank)
         self.keys = replace(keys, broker=keys.public) if keys is not None else None
         """The keys that a rank shows to rank 0, which has the same learner's key."""
@@ -147,7 +149,7 @@ class RankZero:
     def told(self) -> Ranks | None:
         """Return what this rank tells rank 0; None before it was found.
 
-        The secret stays that of the first rank 0 that was found: a later one has other batches.
+        The secret stays that of the rank 0 that this rank has joined: a later one has other batches.
         """
         return self._own if self._own.secret else None
 
@@ -176,7 +178,7 @@ class RankZero:
         if found.world_size != self._own.world_size:
             own = f"rank {self._own.rank} has world_size {self._own.world_size}"
             raise refusal("world_size", f"{own}, and rank 0 has {found.world_size}; give all ranks the same")
-        if not self._own.secret:
+        if not self.has_joined:
             self._own = self._own.model_copy(update={"secret": found.secret})
         return f"tcp://{in_url(found.host)}:{found.port}"
 

@@ -69,6 +69,11 @@ class RankRounds:
             detail = f"a rank was lost with {count} batches, which come in the next round"
             raise RefusedError("rank_lost", f"{detail}; take the position after it")
 
+    def tell_status(self) -> None:
+        """Tell the ranks what rank 0 knows of its fleet: it may say nothing for long now."""
+        self.sessions.tell_status()
+        self.flush()
+
     def told(self) -> Ranks:
         """Return what rank 0 tells the broker of itself."""
         return self._port.own

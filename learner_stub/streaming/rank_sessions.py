@@ -212,7 +212,7 @@ class RankSessions:
                 self._lose(rank)
         if now >= self._next_status:
             self._next_status = now + _STATUS_S
-            self._tell_status()
+            self.tell_status()
 
     def _lose(self, rank: _Rank) -> None:
         if self._is_fixed:
@@ -264,7 +264,7 @@ class RankSessions:
             shares[to].append(i)
             steps[to] += taken[i].batch.steps
         self._own_steps = steps[0]
-        self._tell_status()
+        self.tell_status()
         for rank, total, share in zip(ranks, steps, shares, strict=True):
             if rank is None:
                 continue
@@ -307,7 +307,8 @@ class RankSessions:
             assert rank.peer is not None, "it takes part"
             self._outbox.append((rank.peer, Reject(code=ENDED, detail="rank 0 has closed its stream")))
 
-    def _tell_status(self) -> None:
+    def tell_status(self) -> None:
+        """Tell each rank what rank 0 knows of its fleet."""
         status = Status(
             epoch=self.facts.epoch,
             workers=0 if self.exhausted else 1,

@@ -89,7 +89,7 @@ class EpisodeStream:
       `broker.consumer_groups` begins with its first stream, and loses its oldest batches when it is slow.
     - rank, world_size: this stream is one of `world_size` ranks, 0 and up, which share the batches of its group. Each
       has a process; "env" takes both from RANK and WORLD_SIZE, as `torchrun` sets them. Rank 0 alone has a position,
-      and hands the batches to the others; see `round_of`.
+      and hands the batches to the others; see `round_of`. Its stream opens once all others are there.
     - ranks: "shared": batches that a lost rank had not committed go to the others. "fixed": they wait for the next
       process of that rank. A rank is lost after 5 s without a connection to rank 0.
     - commit_lag: with `auto_commit`, asking for a batch settles the one that was asked for as many calls earlier: for
@@ -108,7 +108,7 @@ class EpisodeStream:
 
     Raises:
         FencedError: a newer learner, or reader of the same group, has taken over; later calls raise it too.
-        UnreachableError: no broker answers within `connect_timeout_s`.
+        UnreachableError: no broker answers within `connect_timeout_s`, or a rank is missing then.
         RefusedError: `fleet_id`, or the fleet of `position`, is not the broker's.
         ConfigError: `position` is of another number of brokers than there are endpoints, or of another group.
         ConfigError: there is no such rank, or ranks are to sample synchronously.
@@ -195,6 +195,8 @@ class EpisodeStream:
         self._want_window()
         connection.enroll(self)
         self._join(connect_timeout_s)
+        if self._rank_zero is not None:
+            self._rank_zero.has_joined = True
         connection.replace_older(self.token)
 
     def _place(self, address: str, source: AddressSource | None, patience_s: float) -> FleetPlace:
@@ -383,6 +385,8 @@ class EpisodeStream:
             self.pump(0.1)  # a fleet that is back is not ended any more
             if self.ended and not self._telling:
                 raise UnreachableError("worker", self.endpoint, round(waited_s), f"the fleet has ended: {self.ended}")
+        if self._rounds is not None:
+            self._rounds.tell_status()
         modules = self._telling[0].ready.modules
         modules.learn(self._telling[0].session.spaces)
         return dict(modules.spaces)
@@ -591,6 +595,11 @@ class EpisodeStream:
                     for broker in self._brokers:
                         why = broker.link.why_silent(round(now - began))
                         log.info("%s (waits for at most %.0f s)", why, timeout_s)
+                self.pump(0.05)
+            while self._rounds is not None and (absent := self._rounds.waits_for()):
+                if connection.now() > began + timeout_s:
+                    named = ", ".join(map(str, absent))
+                    raise UnreachableError(f"rank {named}", "the stream of rank 0", timeout_s)
                 self.pump(0.05)
         except BaseException:
             self.close()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from headrace.deploy.run.key_pairs import make_keys
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.link import connection
 from headrace.schemas.credentials.keys import read_broker_keys, read_client_keys
-from headrace.schemas.errors import ConfigError, RefusedError
-from support.pipeline.delivery import BrokerThread, Envs, Feeder, Process, StartBroker, StartFeeder
+from headrace.schemas.errors import ConfigError, RefusedError, UnreachableError
+from headrace.schemas.messages import LearnerHello, Ranks
+from support.pipeline.delivery import BrokerThread, Envs, Feeder, Process, RawPeer, StartBroker, StartFeeder
 from support.pipeline.rank_process import told
 from support.waiting import TIMEOUT_S, wait_until
 
@@ -63,8 +65,16 @@ def open_zero(stack: ExitStack, broker: BrokerThread, **options: Any) -> Episode
     return stack.enter_context(EpisodeStream(broker.endpoints.learner, **options))
 
 
+def absent_rank_0(stack: ExitStack, broker: BrokerThread, world_size: int) -> None:
+    """Make the broker name a rank 0 that answers nobody."""
+    peer = stack.enter_context(RawPeer(broker.endpoints.learner, "learner"))
+    ranks = Ranks(rank=0, world_size=world_size, host="127.0.0.1", port=9, secret="dead")
+    peer.send(LearnerHello(token="dead", channel="stream", ranks=ranks).frames())
+    wait_until(lambda: broker.ask(lambda asked: asked.core.learners.ranks) is not None, "the dead rank 0")
+
+
 def read_rounds(stream: EpisodeStream, count: int) -> list[Any]:
-    """What rank 0 gets in `count` rounds, each within the time limit."""
+    """Return what rank 0 gets in `count` rounds, each within the time limit."""
     got: list[Any] = []
     for _ in range(count):
         batches = stream.round_of(1, TIMEOUT_S)
@@ -161,20 +171,51 @@ def test_a_new_rank_0_fences_the_others_and_gets_what_was_not_committed(
     _, shipped = feed(start_feeder, broker)
     one, first = start_rank(broker, auto_commit=False), open_zero(stack, broker, auto_commit=False)
     read_rounds(first, 2)
-    later = open_zero(stack, broker, auto_commit=False)
-    first.close()
-    wait_until(lambda: (later.pump(0.02), len(one.lines()) > 2 and "round" not in one.lines()[-1])[-1], "its end")
-    start_rank(broker, "next", auto_commit=False)
+    wait_until(lambda: len(one.batches()) == 2, "rank 1's batches")
+    assert first._rounds is not None
+    first._rounds._port.close()  # as a kill does, without a word of the end
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(open_zero, stack, broker, auto_commit=False)
+        assert "rank 0 is a new process; start this rank again too" in one.last("error")
+        again = start_rank(broker, "next", auto_commit=False)
+        later = opening.result()
     own = read_rounds(later, 2)
-    assert content(own)[0] in content(shipped[:4])
+    wait_until(lambda: len(again.batches()) == 2, "rank 1's batches")
+    assert content(own + again.batches()) == content(shipped[:4])
 
 
 def test_another_world_size_is_refused_where_it_is_asked(
     broker: BrokerThread, stack: ExitStack, start_rank: StartRank
 ) -> None:
-    zero, one = open_zero(stack, broker, world_size=3), start_rank(broker)
-    wait_until(lambda: (zero.pump(0.02), one.lines())[-1], "the refusal")
+    absent_rank_0(stack, broker, world_size=3)
+    one = start_rank(broker)
     assert "rank 1 has world_size 2, and rank 0 has 3; give all ranks the same" in one.last("error")
+
+
+def test_rank_0_names_the_ranks_that_are_missing(broker: BrokerThread, stack: ExitStack) -> None:
+    with pytest.raises(UnreachableError, match="no rank 1, 2 answers at the stream of rank 0"):
+        open_zero(stack, broker, world_size=3, connect_timeout_s=0.5)
+
+
+def test_a_rank_that_heard_of_a_dead_rank_0_joins_the_next_one(
+    broker: BrokerThread, stack: ExitStack, start_feeder: StartFeeder, start_rank: StartRank
+) -> None:
+    _, shipped = feed(start_feeder, broker, 2)
+    absent_rank_0(stack, broker, world_size=2)
+    one = start_rank(broker, connect_timeout_s=60.0)
+    zero = open_zero(stack, broker)
+    own = read_rounds(zero, 1)
+    wait_until(lambda: len(one.batches()) == 1, "rank 1's batch")
+    assert content(own + one.batches()) == content(shipped)
+
+
+def test_rank_0_tells_the_spaces_before_its_user_goes_elsewhere(
+    broker: BrokerThread, stack: ExitStack, start_feeder: StartFeeder, start_rank: StartRank
+) -> None:
+    one, zero = start_rank(broker, spaces=True), open_zero(stack, broker)
+    feed(start_feeder, broker)
+    zero.spaces(timeout_s=TIMEOUT_S)
+    assert "Discrete" in one.last("spaces"), "and rank 0 was not pumped again"
 
 
 @pytest.mark.parametrize("group", ["train", "record"])
@@ -206,7 +247,7 @@ def test_a_rank_other_than_0_publishes_no_weights(broker: BrokerThread, monkeypa
 
 
 def test_an_interrupt_ends_the_wait_of_a_rank(broker: BrokerThread, stack: ExitStack, start_rank: StartRank) -> None:
-    zero, one = open_zero(stack, broker), start_rank(broker)
+    one, zero = start_rank(broker), open_zero(stack, broker)
     wait_until(lambda: (zero.pump(0.02), one.lines())[-1], "rank 1")
     one.signal(signal.SIGINT)
     assert one.last("error") == "KeyboardInterrupt"

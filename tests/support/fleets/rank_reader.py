@@ -3,15 +3,14 @@
 python -m support.fleets.rank_reader RUN_DIR FILE RANK RANKS
 
 Rank 1 writes what it was handed in a round into a file of its own. Rank 0 waits for this file, and writes a line of
-FILE, as `group_reader` does, with the observations of both. A new process of rank 1 first asks rank 0 for the number
-of the round that comes next. Both go on in a new process after an error.
+FILE, as `group_reader` does, with the observations of both. A new process of rank 1 joins, and then asks rank 0 for the
+number of the round that comes next. Both go on in a new process after an error.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -88,11 +87,11 @@ def rank_zero(run_dir: str, file: Path, ranks: Literal["shared", "fixed"]) -> No
 
 def rank_one(run_dir: str, file: Path, ranks: Literal["shared", "fixed"]) -> None:
     notes = Notes(file)
-    write(notes.asked, os.getpid())
-    while (answer := read(notes.answer)) is None or answer[0] != os.getpid() or answer[1] != read(notes.life):
-        time.sleep(0.02)
-    _, life, first = answer
     with EpisodeStream.of(run_dir, rank=1, world_size=2, ranks=ranks, auto_commit=False) as stream:
+        write(notes.asked, os.getpid())
+        while (answer := read(notes.answer)) is None or answer[0] != os.getpid() or answer[1] != read(notes.life):
+            stream.pump(0.02)  # raises once another rank 0 is there
+        _, life, first = answer
         for number in count(first):
             while not (batches := stream.round_of(BATCHES, WAIT_S)):
                 if stream.ended or read(notes.life) != life:

@@ -2,7 +2,8 @@
 
 python -m support.pipeline.rank_process ENDPOINT FILE OPTIONS
 
-OPTIONS is JSON: what `EpisodeStream` takes. The last line is {"error": ...} or {"ended": ...}.
+OPTIONS is JSON: what `EpisodeStream` takes, and "spaces": true for a rank that asks for them first. The last line is
+{"error": ...} or {"ended": ...}.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ def main(endpoint: str, file: str, options: str) -> None:
             out.flush()
 
         try:
-            with EpisodeStream(endpoint, **orjson.loads(options)) as stream:
+            chosen = orjson.loads(options)
+            asks = chosen.pop("spaces", False)
+            with EpisodeStream(endpoint, **chosen) as stream:
                 say({"open": stream.rank})
+                if asks:
+                    say({"spaces": repr(stream.spaces())})
                 while batches := stream.round_of(1):
                     say({"round": [told(batch) for batch in batches]})
                 say({"ended": stream.ended})
