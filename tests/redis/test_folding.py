@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,25 +263,25 @@ def test_the_bench_of_the_books_measures_all_its_cases(url: str) -> None:
 def test_an_empty_redis_gets_the_books_of_all_ended_lives_from_a_new_broker(
     url: str, client: Any, tmp_path: Path
 ) -> None:
-    fleet = books.Sessions(tmp_path, url, slots=3)
-    for _ in range(5):
-        fleet.live()
+    client.delete(*client.keys(f"headrace:{{{books.FLEET}}}:*"), "none")  # those of another test
+    with closing(books.Sessions(tmp_path, url, slots=3)) as fleet:
+        for _ in range(5):
+            fleet.live()
+            fleet.report()
+            fleet.await_redis()
         fleet.report()
         fleet.await_redis()
-    fleet.report()
-    fleet.await_redis()
-    before = read(url, books.FLEET)
-    assert {slot: lives.lives for slot, lives in before.folded.items()} == {0: 3, 1: 3, 2: 3}
-    assert len(before.rows) == 6
-    assert audit(before) == []
-    of_lives = {life: counters.get("accepted_bytes_total") for life, counters in before.sources.items()}
-    assert of_lives == {(slot, life): 3000 if life == 0 else 1000 for slot in range(3) for life in (0, 4, 5)}
-    fleet.broker.close()
-    for key in client.keys(f"headrace:{{{books.FLEET}}}:*"):
-        client.delete(key)
-    fleet.restart()
-    snapshot = read(url, books.FLEET)
-    fleet.close()
+        before = read(url, books.FLEET)
+        assert {slot: lives.lives for slot, lives in before.folded.items()} == {0: 3, 1: 3, 2: 3}
+        assert len(before.rows) == 6
+        assert audit(before) == []
+        of_lives = {life: counters.get("accepted_bytes_total") for life, counters in before.sources.items()}
+        assert of_lives == {(slot, life): 3000 if life == 0 else 1000 for slot in range(3) for life in (0, 4, 5)}
+        fleet.broker.close()
+        for key in client.keys(f"headrace:{{{books.FLEET}}}:*"):
+            client.delete(key)
+        fleet.restart()
+        snapshot = read(url, books.FLEET)
     assert audit(snapshot) == []
     assert (snapshot.folded, snapshot.rows) == (before.folded, before.rows)
     of_live = dict.fromkeys(("accepted_bytes_total", "committed_bytes_total"), 3 * 1000)  # no worker knows them
