@@ -90,6 +90,11 @@ class BrokerStream:
         """Return the number of batches that are ready, or were taken to be read."""
         return len(self.ready) + sum(arrival.kind is ArrivalKind.BATCH for arrival in self._unread)
 
+    def pending_steps(self) -> list[int]:
+        """Return the steps of each batch that was received and not handed out."""
+        arrivals = (*self.session.arrivals, *self._unread)
+        return [*self.ready.steps(), *(arrival.batch.steps for arrival in arrivals if arrival.batch is not None)]
+
     def take_one(self) -> bool:
         """Take the next arrival, so that the broker may send another one. Return whether there was one."""
         arrival = self.session.take()

@@ -94,6 +94,10 @@ class ReadyBatches:
     def __bool__(self) -> bool:
         return bool(self._ready)  # the first one has a batch
 
+    def steps(self) -> list[int]:
+        """Return the steps of each batch."""
+        return [ready.batch.steps for ready in self._ready if ready.batch is not None]
+
     def open_episodes(self, slot: int, incarnation: int) -> OpenEpisodes | None:
         """Return the episodes of a source that are open here, for the learner's own checkpoint; None if there is none.
 

@@ -31,32 +31,38 @@ class StallDetector:
         self._sessions = sessions
         self._turns = turns
         self._waited_s = self._hinted_s = 0.0
+        self._here = 0
+        """Batches that have come for a round that is not complete."""
 
     def reset(self) -> None:
         """Note that something came."""
         self._waited_s = self._hinted_s = 0.0
+        self._here = 0
 
-    def add_wait(self, seconds: float, *, of_others: bool = False) -> None:
-        """Note that nothing came for `seconds` more. `of_others`: other ranks may commit and end the wait.
+    def add_wait(self, seconds: float, *, of_others: bool = False, here: int = 0) -> None:
+        """Note that no round came for `seconds` more.
+
+        - of_others: other ranks may commit and end the wait.
+        - here: batches that have come for the round, which is not complete.
 
         Raises `WindowStalledError` when learner and workers would wait for ever.
         """
+        if here > self._here:
+            self._waited_s = self._hinted_s = 0.0
+        self._here = here
         before, self._waited_s = self._waited_s, self._waited_s + seconds
         if self._waited_s // _SAY_WAITING_S > before // _SAY_WAITING_S:
             log.info("no batch for %.0f s: %s", self._waited_s, self._whom())
         if self._waited_s > STALLED_S and self._all_wait and not of_others:
             raise WindowStalledError(self._uncommitted(), self._waited_s)
 
-    def take_hint(self, *, needs_more: bool = False) -> bool:
-        """Return whether a larger window may end this wait: some worker waits for a commit. True once a second.
-
-        needs_more: the user waits for several batches, of which some may be here.
-        """
+    def take_hint(self) -> bool:
+        """Return whether a larger window may end this wait: some worker waits for a commit. True once a second."""
         blocked = any(session.status is not None and session.status.workers_blocked for session in self._sessions)
         if self._waited_s < self._hinted_s + _HINT_S or not blocked:
             return False
         self._hinted_s = self._waited_s
-        return needs_more or self._uncommitted() > 0
+        return self._uncommitted() > 0
 
     @property
     def starved(self) -> bool:
@@ -88,5 +94,5 @@ class StallDetector:
         return [session.status for session in active if session.status is not None]
 
     def _uncommitted(self) -> int:
-        waiting = len(self._turns.later) if self._turns is not None else 0
+        waiting = self._here + (len(self._turns.later) if self._turns is not None else 0)
         return waiting + sum(session.uncommitted() for session in self._sessions)

@@ -57,6 +57,9 @@ STOPPED_WAIT_S = 10.0
 _OTHER_BROKERS_S = 5.0
 """Seconds that a stream waits, once one of several brokers has answered, for the others to answer too."""
 
+_NOTE_WAIT_S = 1.0
+"""Seconds of a wait after which a stream looks for what could end it."""
+
 _LAST_COMMITS_S = 5.0
 """Seconds that rank 0 waits, before it closes, for the other ranks to commit what they got last."""
 
@@ -265,22 +268,30 @@ class EpisodeStream:
         with self._time.part("decode"), interrupt_held():
             if self.auto_commit:
                 self._commit(at_once=self.rank > 0, lag=self._turns.lag if self._turns is not None else 0)
-            deadline = connection.now() + timeout_s
+            noted = connection.now()
+            deadline = noted + timeout_s
             while not (batches := self._take(count)):
-                left = deadline - connection.now()
-                if left <= 0 or self._is_over:
-                    self._note_wait(timeout_s, count)
+                now = connection.now()
+                is_last = now >= deadline or self._is_over
+                if is_last or now >= noted + _NOTE_WAIT_S:
+                    self._note_wait(now - noted, count)
+                    noted = now
+                if is_last:
                     break
-                self.pump(min(left, 0.1))
+                self.pump(min(deadline - now, 0.1))
         return batches
 
     def _note_wait(self, waited_s: float, count: int) -> None:
         """Note that no round came for `waited_s`: because of other ranks, or else of the workers."""
-        if self._rounds is not None and self._rounds.waits_for():
-            return
-        self._stall.add_wait(waited_s, of_others=self._rounds is not None and bool(self._turns and self._turns.open))
-        if self._stall.take_hint(needs_more=count > 1 or self.world_size > 1):
-            self._updates.widen()
+        if self._rounds is not None:
+            if self._rounds.waits_for():
+                return
+            count = self._rounds.sessions.new_batches(count)
+        here = [steps for broker in self._brokers for steps in broker.pending_steps()] if count > 1 else []
+        others_commit = self._rounds is not None and bool(self._turns and self._turns.open)
+        self._stall.add_wait(waited_s, of_others=others_commit, here=len(here))
+        if self._stall.take_hint():
+            self._updates.widen(sum(here) * count // len(here) if here else 0)
             self._want_window()
 
     def _take(self, count: int) -> list[ChunkBatch]:

@@ -39,6 +39,8 @@ class UpdateSize:
         self._batch = 0
         """Steps of the largest recent batch."""
         self._widened = 1
+        self._round = 0
+        """Steps of a round for which the learner waits; 0 while it does not."""
 
     def take(self, steps: int) -> None:
         """Note that a batch of `steps` was handed out, or a round of several."""
@@ -58,13 +60,16 @@ class UpdateSize:
         self.has_ended = True
         if self._gathered:
             self._recent.append(self._gathered)
-        self._gathered, self._widened = 0, 1
+        self._gathered, self._widened, self._round = 0, 1, 0
         self._commits.clear()
         self._commits.append(0)
 
-    def widen(self) -> None:
-        """Ask for twice as many steps until the end of this update, since the number asked for was too small."""
-        self._widened = min(2 * self._widened, 1 << 10)
+    def widen(self, round_steps: int = 0) -> None:
+        """Ask for twice as many steps until the end of this update, since the number asked for was too small.
+
+        round_steps: about as many steps as the round has for which the learner waits.
+        """
+        self._widened, self._round = min(2 * self._widened, 1 << 10), round_steps
 
     @property
     def steps(self) -> int:
@@ -74,18 +79,17 @@ class UpdateSize:
         return usual if usual and self._auto_commit else max(usual, sum(self._commits))
 
     def window_steps(self) -> int | None:
-        """Return how many steps the fleet should have under way, or 0 for any number.
+        """Return how many steps the fleet should have under way, or 0 for as many as the workers' own limits allow.
 
         The number is one update more than the steps in hand. In hand is an update if the learner commits after
         training, or the last batch if asking for the next one commits it. While the size is unknown the answer is
         small, so that the first update is not trained on a window full of steps of the first weights. A learner that
-        reads on without an update may have any number. None before the first batch.
+        reads on without an update gets 0. None before the first batch.
         """
-        if self._told is None and not self.has_ended:
+        is_first = self._told is None and self._widened == 1
+        if is_first and not self.has_ended:
             return 0 if self._gathered and self._auto_commit else None
-        if self._told is None and not self._recent and self._auto_commit and len(self._commits) == _COMMITS:
+        if is_first and not self._recent and self._auto_commit and len(self._commits) == _COMMITS:
             return 0
         in_hand = self._batch * self._rounds_in_hand if self._auto_commit else self.steps
-        if not self.steps + in_hand and self._widened > 1:  # a first round of several batches
-            return 0
-        return max(1, (self.steps + in_hand) * self._widened)
+        return max(1, (self.steps + in_hand) * self._widened, self._round * self._widened // 2)

@@ -14,8 +14,10 @@ import pytest
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.reference.training import gather
+from headrace.learner_stub.streaming import stall_detector
 from headrace.learner_stub.streaming.update_size import UpdateSize
 from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.errors import WindowStalledError
 from headrace.schemas.messages.learner_messages import MOST_WINDOW_STEPS
 from support.pipeline.delivery import BrokerThread, Envs, Feeder, StartFeeder, worker_process
 from support.pipeline.worker_threads import constant_value
@@ -58,6 +60,31 @@ def test_the_steps_in_flight_follow_the_update_size_that_the_learner_sets(
             if number:  # workers join one after another, so at first some have the window of a smaller fleet
                 assert under_way <= 2.3 * update
             stream.commit()
+
+
+@pytest.mark.parametrize("publishes", [True, False])
+@pytest.mark.parametrize("auto_commit", [True, False])
+def test_a_round_larger_than_the_workers_windows_comes(
+    broker: BrokerThread, start_feeder: StartFeeder, auto_commit: bool, publishes: bool
+) -> None:
+    at = broker.endpoints.learner
+    with EpisodeStream(at, auto_commit=auto_commit) as stream, WeightPublisher(at) as weights:
+        _start(start_feeder, broker, 3)
+        for _ in range(2):
+            if publishes:
+                weights.publish(WEIGHTS)
+            assert len(stream.round_of(100, TIMEOUT_S)) == 100
+            stream.commit()
+
+
+def test_a_round_for_which_no_worker_can_make_room_is_an_error(
+    broker: BrokerThread, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stall_detector, "STALLED_S", 2.0)
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        start_feeder(broker.endpoints.worker, _endless(0), window=4, follows_learner=False)
+        with pytest.raises(WindowStalledError, match="the stream holds 4 uncommitted batches and has waited"):
+            stream.round_of(5)
 
 
 def test_each_worker_keeps_one_batch_in_flight_even_for_tiny_updates(
