@@ -15,10 +15,9 @@ from headrace.learner_stub.streaming.ready_batches import Turns
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import RefusedError
 from headrace.schemas.messages import LearnerWelcome, Ranks
+from headrace.schemas.peers.fleet_address import SAY_WAITING_S
 
 log = logging.getLogger("headrace.learner")
-
-_SAY_WAITING_S = 10.0
 
 
 class RankRounds:
@@ -42,9 +41,9 @@ class RankRounds:
         if not ranks:
             self._waits_since = None
         elif self._waits_since is None:
-            self._waits_since, self._say_at = now, now + _SAY_WAITING_S
+            self._waits_since, self._say_at = now, now + SAY_WAITING_S
         elif now >= self._say_at:
-            self._say_at = now + _SAY_WAITING_S
+            self._say_at = now + SAY_WAITING_S
             named, of = ", ".join(map(str, ranks)), self.sessions.own.world_size
             log.warning("waiting for rank %s of %d (%.0f s)", named, of, now - self._waits_since)
         return ranks

@@ -9,6 +9,7 @@ from headrace.learner_stub.streaming.ready_batches import Turns
 from headrace.learner_stub.streaming.session import LearnerSession, LearnerSessionState
 from headrace.schemas.errors import WindowStalledError
 from headrace.schemas.messages import Status
+from headrace.schemas.peers.fleet_address import SAY_WAITING_S
 
 STARVED_S = 3.0
 """Two heartbeats. After them the broker's status of the workers is newer than its last messages to them."""
@@ -16,7 +17,6 @@ STARVED_S = 3.0
 STALLED_S = 30.0
 
 _HINT_S = 1.0
-_SAY_WAITING_S = 10.0
 
 log = logging.getLogger("headrace.learner")
 
@@ -24,10 +24,11 @@ log = logging.getLogger("headrace.learner")
 class StallDetector:
     """Measures how long a stream has waited for a batch, and whether one can come at all.
 
-    `turns` have the batches that were handed out and wait to be settled.
+    `turns` have the batches that were handed out and wait to be settled. `rank` is that of the stream.
     """
 
-    def __init__(self, sessions: Sequence[LearnerSession], turns: Turns | None = None) -> None:
+    def __init__(self, sessions: Sequence[LearnerSession], turns: Turns | None = None, rank: int = 0) -> None:
+        self._rank = rank
         self._sessions = sessions
         self._turns = turns
         self._waited_s = self._hinted_s = 0.0
@@ -51,8 +52,8 @@ class StallDetector:
             self._waited_s = self._hinted_s = 0.0
         self._here = here
         before, self._waited_s = self._waited_s, self._waited_s + seconds
-        if self._waited_s // _SAY_WAITING_S > before // _SAY_WAITING_S:
-            log.info("no batch for %.0f s: %s", self._waited_s, self._whom())
+        if self._waited_s // SAY_WAITING_S > before // SAY_WAITING_S:
+            log.warning("no batch for %.0f s: %s", self._waited_s, self.whom())
         if self._waited_s > STALLED_S and self._all_wait and not of_others:
             raise WindowStalledError(self._uncommitted(), self._waited_s)
 
@@ -69,8 +70,10 @@ class StallDetector:
         """Return whether only a commit can end this wait."""
         return self._waited_s >= STARVED_S and self._all_wait
 
-    def _whom(self) -> str:
+    def whom(self) -> str:
         """Return, in words, what the answering brokers last reported of the workers."""
+        if self._rank:
+            return "waiting for the next round of rank 0"
         told = self._told()
         workers, blocked = sum(status.workers for status in told), sum(status.workers_blocked for status in told)
         if not told:

@@ -194,7 +194,7 @@ class EpisodeStream:
         self._updates = UpdateSize(steps_per_update, auto_commit=auto_commit, rounds_in_hand=in_hand)
         self._published = self._newest_published()
         """The newest version that this process published to each broker, as of the last look."""
-        self._stall = StallDetector([broker.session for broker in self._brokers], self._turns)
+        self._stall = StallDetector([broker.session for broker in self._brokers], self._turns, self.rank)
         self._want_window()
         connection.enroll(self)
         self._join(connect_timeout_s)
@@ -389,8 +389,13 @@ class EpisodeStream:
         Raises `UnreachableError` when none does in time, or the fleet has ended.
         """
         began = connection.now()
+        say_at = SAY_WAITING_S
         while not self._telling:
             waited_s = connection.now() - began
+            if waited_s >= say_at:
+                say_at += SAY_WAITING_S
+                text = "no worker has told the spaces of its envs: %s (%.0f s, waits for at most %.0f s)"
+                log.warning(text, self._stall.whom(), waited_s, timeout_s)
             if waited_s > timeout_s:
                 raise UnreachableError("worker", self.endpoint, timeout_s)
             self.pump(0.1)  # a fleet that is back is not ended any more
@@ -605,7 +610,7 @@ class EpisodeStream:
                     say_at += SAY_WAITING_S
                     for broker in self._brokers:
                         why = broker.link.why_silent(round(now - began))
-                        log.info("%s (waits for at most %.0f s)", why, timeout_s)
+                        log.warning("%s (waits for at most %.0f s)", why, timeout_s)
                 self.pump(0.05)
             while self._rounds is not None and (absent := self._rounds.waits_for()):
                 if connection.now() > began + timeout_s:

@@ -567,6 +567,20 @@ def test_a_loop_with_batch_timeout_s_ends_with_a_logged_reason(
     assert "no batch for batch_timeout_s = 0.5 s" in caplog.text
 
 
+def test_a_wait_says_for_whom(
+    open_stream: OpenStream, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stream_module, "SAY_WAITING_S", 0.3)
+    monkeypatch.setattr(stall_detector, "SAY_WAITING_S", 0.3)
+    stream = open_stream()
+    with pytest.raises(UnreachableError):
+        stream.spaces(timeout_s=0.7)
+    assert "no worker has told the spaces of its envs: waiting for a first worker (0 s, waits" in caplog.text
+    assert stream.next(1.2) is None
+    assert "no batch for 1 s: waiting for a first worker" in caplog.text
+    assert stall_detector.StallDetector([], rank=1).whom() == "waiting for the next round of rank 0"
+
+
 def test_the_wait_for_a_worker_ends_with_the_fleet(open_stream: OpenStream, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = open_stream()
     monkeypatch.setattr(EpisodeStream, "ended", "it was stopped")
