@@ -40,7 +40,7 @@ LOST_S = 5.0
 """Seconds without a connection after which a rank is lost. Its connection may have been cut for a moment."""
 
 MOST_AHEAD = 2
-"""Rounds that a rank may be behind rank 0 before rank 0 waits for it. With automatic commits only."""
+"""Rounds that a rank may be behind rank 0 before rank 0 waits for it."""
 
 ENDED = "rank_0_ended"
 """Code of the refusal by which rank 0 tells the others that it has closed its stream."""
@@ -85,6 +85,9 @@ class _Rank:
     newest: dict[SourceKey, int] = field(default_factory=dict)
     """Number of its newest batch of each source."""
     committed: dict[SourceKey, int] = field(default_factory=dict)
+    """Number of the newest batch of each source that its process has committed."""
+    trained: int = 0
+    """How many of `uncommitted` its process has committed. They stay there until rank 0's user commits by hand."""
 
     def give(self, given: _Given) -> None:
         """Give a batch its number at this rank, and keep it until it is committed."""
@@ -92,20 +95,30 @@ class _Rank:
         self.uncommitted.append(given)
         self.needs_more = False
 
-    def commit(self, position: Sequence[SourcePosition]) -> None:
-        """Forget the batches that its process has committed."""
+    def commit(self, position: Sequence[SourcePosition], *, settles: bool) -> None:
+        """Note the batches that its process has committed, and forget them if that settles them."""
         for place in position:
             key = place.slot, place.incarnation
             self.committed[key] = max(self.committed.get(key, 0), place.settled.seq)
-        while self.uncommitted and (head := self.uncommitted[0]).seq <= self.committed.get(head.key, 0):
-            self.uncommitted.popleft()
+        while (given := self.oldest()) is not None and given.seq <= self.committed.get(given.key, 0):
+            self.trained += 1
+        if settles:
+            self.take_back(self.trained)
+
+    def oldest(self) -> _Given | None:
+        """Return the oldest batch that its process has not committed."""
+        return self.uncommitted[self.trained] if self.trained < len(self.uncommitted) else None
+
+    def take_back(self, count: int) -> list[_Given]:
+        """Forget and return its `count` oldest batches."""
+        self.trained = max(0, self.trained - count)
+        return [self.uncommitted.popleft() for _ in range(count)]
 
     def begin_again(self) -> None:
         """Give the uncommitted batches numbers from 1, for another process that has received none."""
         self.newest.clear()
         self.committed.clear()
-        waiting, self.uncommitted = self.uncommitted, deque()
-        for given in waiting:
+        for given in self.take_back(len(self.uncommitted)):
             self.give(given)
 
 
@@ -181,8 +194,7 @@ class RankSessions:
         self._by_peer[peer] = rank
         self._missing.discard(rank.number)
         self._outbox.append((peer, self.facts))
-        if self._takes_commits:
-            rank.commit(hello.position)
+        rank.commit(hello.position, settles=self._takes_commits)
         known = {(place.slot, place.incarnation): place.settled.seq for place in hello.position}
         for name, held in hello.held.items():
             slot, _, incarnation = name.partition("/")
@@ -195,9 +207,9 @@ class RankSessions:
         rank = self._by_peer.get(peer)
         if rank is None:
             self._outbox.append((peer, Reject(code="unknown_peer", detail="say HELLO first", fatal=False)))
-        elif self._takes_commits:
-            rank.commit(commit.position)
-            rank.needs_more = commit.waiting and commit.in_hand >= len(rank.uncommitted)
+        else:
+            rank.commit(commit.position, settles=self._takes_commits)
+            rank.needs_more = commit.waiting and commit.in_hand >= len(rank.uncommitted) - rank.trained
 
     def gone(self, peer: Peer, now: float) -> None:
         """Note that a connection has ended."""
@@ -220,8 +232,7 @@ class RankSessions:
             what = f"its {len(rank.uncommitted)} batches wait for its next process"
         else:
             what = f"its {len(rank.uncommitted)} batches go to the other ranks"
-            self.pool.extend(rank.uncommitted)
-            rank.uncommitted.clear()
+            self.pool.extend(rank.take_back(len(rank.uncommitted)))
             rank.token = ""
         log.warning("rank %d is lost: %s", rank.number, what)
 
@@ -235,8 +246,8 @@ class RankSessions:
     def _is_behind(self, rank: _Rank) -> bool:
         if rank.token and rank.peer is None:
             return True
-        oldest = rank.uncommitted[0].given_in if rank.uncommitted else self.round
-        return self._takes_commits and not rank.needs_more and self.round - oldest >= self._most_behind
+        oldest = rank.oldest()
+        return oldest is not None and not rank.needs_more and self.round - oldest.given_in >= self._most_behind
 
     def _given_to(self) -> Iterator[_Rank]:
         """Yield the ranks that take part in a round."""
@@ -291,7 +302,7 @@ class RankSessions:
     def settle_all(self) -> None:
         """Note that all batches that the ranks got are committed."""
         for rank in self._ranks.values():
-            rank.uncommitted.clear()
+            rank.take_back(len(rank.uncommitted))
         self._again.clear()
 
     # -- what goes out ------------------------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ class EpisodeStream:
         connection.check_newest(self.token, self.group)
         self._time.follow()
         with self._time.part("decode"), interrupt_held():
-            if self.auto_commit:
+            if self.auto_commit or self.rank:  # rank 0 must know who is behind
                 self._commit(at_once=self.rank > 0, lag=self._turns.lag if self._turns is not None else 0)
             deadline = connection.now() + timeout_s
             while not (batches := self._take(count)):

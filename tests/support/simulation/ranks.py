@@ -364,7 +364,7 @@ class SimRank(Process):
         if self.turns is not None:
             self.commit_old()
             self.turns.settle(self.turns.round - self.turns.lag)
-        if self.session.uncommitted() and (self.turns is not None or self.world.random.random() < 0.5):
+        if self.session.uncommitted():
             self.session.commit(self.world.now)
         if self.step is not None and self.open(count := self.world.size_of(self.step)):
             batches = [self.ready.hand_out() for _ in range(count)]
