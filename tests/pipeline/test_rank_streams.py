@@ -168,7 +168,7 @@ def test_rank_0_waits_for_a_slow_rank_where_its_user_commits_by_hand(
         assert zero.delivered <= MOST_AHEAD + 1
     one.signal(signal.SIGCONT)
     read_rounds(zero, COUNT // 2 - zero.delivered)
-    wait_until(lambda: (zero.pump(0.01), rank.trained == COUNT // 2 - 1)[-1], "what rank 1 was handed before the last")
+    wait_until(lambda: (zero.pump(0.01), rank.trained == COUNT // 2)[-1], "the word of rank 1")
     assert len(rank.uncommitted) == COUNT // 2
 
 
