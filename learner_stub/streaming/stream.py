@@ -247,7 +247,7 @@ class EpisodeStream:
 
         None: wait until the fleet has ended. All ranks ask for the same `count`, and each gets as many, so that no rank
         waits in a collective operation for one without data. A round begins when rank 0 asks for it, and is balanced by
-        steps.
+        steps. Rank 0 waits for a rank that is two rounds behind, in addition to `commit_lag`.
         """
         if count < 1:
             raise ValueError(f"count = {brief(count)}: a round has 1 batch or more")
@@ -337,8 +337,8 @@ class EpisodeStream:
     def commit(self) -> None:
         """Settle every batch handed out so far: workers and broker may then forget it.
 
-        Rank 0 settles for all ranks, so call it once all have trained on what they got. A commit of another rank says
-        only that this one has. With `auto_commit` a round is settled once each rank has committed its part.
+        Rank 0 settles for all ranks, so call it once all have trained on what they got. A commit of another rank then
+        settles nothing. With `auto_commit` a round is settled once each rank has committed its part.
         """
         self._note_published()
         if not any(seq for _, seq in self._published) and not self.auto_commit:
@@ -352,7 +352,8 @@ class EpisodeStream:
 
         The result is plain values for the learner's own checkpoint. It takes about 0.1 ms for each worker. Rank 0 has
         it for all ranks; take it where all have trained on what they got. With `commit_lag`, and with automatic commits
-        of ranks, it counts what is settled.
+        of ranks, it counts what is settled. While a damaged batch leaves a round incomplete, the open episodes may be
+        newer than the steps: take the position after the next round.
 
         Raises:
             ConfigError: this is another rank than 0.
@@ -469,7 +470,8 @@ class EpisodeStream:
     def close(self) -> None:
         """Close the connection. Batches handed out and not committed go to the next learner again.
 
-        A stream that is dropped without `close` does the same. The loops of the other ranks end with that of rank 0.
+        A stream that is dropped without `close` does the same. The loops of the other ranks end with that of rank 0. At
+        the end of its `with` block it waits 5 s for their automatic commits: what a slower rank has then comes again.
         """
         if self._rounds is not None:
             self._rounds.close()
