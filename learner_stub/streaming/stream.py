@@ -352,8 +352,8 @@ class EpisodeStream:
 
         The result is plain values for the learner's own checkpoint. It takes about 0.1 ms for each worker. Rank 0 has
         it for all ranks; take it where all have trained on what they got. With `commit_lag`, and with automatic commits
-        of ranks, it counts what is settled. While a damaged batch leaves a round incomplete, the open episodes may be
-        newer than the steps: take the position after the next round.
+        of ranks, it counts what is settled. With several brokers, or after a damaged batch, its open episodes may be of
+        a batch that was read for the next round of several batches.
 
         Raises:
             ConfigError: this is another rank than 0.
