@@ -150,9 +150,11 @@ class ConsumerGroup:
         if source.restored is not None:
             source = _as_told(source.restored)
         self.store.prove(own, source.totals)
-        if own.accepted < source.accepted and own.accepted_count <= source.accepted_count:
-            self._pass_over(own, source.accepted, source.accepted_count)
         own.adopt_with_learner(0.0)
+        missing = zip(own.accepted_count, source.accepted_count, strict=True)
+        if own.accepted < source.accepted and all(has <= of for has, of in missing):
+            self._pass_over(own, source.accepted, source.accepted_count)
+            own.adopt_with_learner(0.0)
         left = [batch for batch in source.left.values() if batch.seq > own.accepted]
         totals, known = source.totals, total_of((own.accepted_count, *(batch.count for batch in left)))
         if known != (totals.shipped, totals.shipped_chunks):  # the group has got more than the core's books know

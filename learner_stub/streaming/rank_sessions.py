@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.learner_stub.streaming.source_progress import SourceKey
@@ -40,7 +40,7 @@ LOST_S = 5.0
 """Seconds without a connection after which a rank is lost. Its connection may have been cut for a moment."""
 
 MOST_AHEAD = 2
-"""Rounds that a rank may be behind rank 0 before rank 0 waits for it. With automatic commits only."""
+"""Rounds that a rank may be behind rank 0 before rank 0 waits for it."""
 
 ENDED = "rank_0_ended"
 """Code of the refusal by which rank 0 tells the others that it has closed its stream."""
@@ -73,6 +73,8 @@ class _Rank:
     """Another rank, as rank 0 knows it."""
 
     number: int
+    is_missing: bool = True
+    """True if no round can begin without it: until it has come, and with fixed ranks while it is lost."""
     token: str = ""
     """The word of its process; "" before the first one has come, and while it is lost."""
     peer: Peer | None = None
@@ -85,6 +87,9 @@ class _Rank:
     newest: dict[SourceKey, int] = field(default_factory=dict)
     """Number of its newest batch of each source."""
     committed: dict[SourceKey, int] = field(default_factory=dict)
+    """Number of the newest batch of each source that its process has committed."""
+    trained: int = 0
+    """How many of `uncommitted` its process has committed. They stay there until rank 0's user commits by hand."""
 
     def give(self, given: _Given) -> None:
         """Give a batch its number at this rank, and keep it until it is committed."""
@@ -92,20 +97,30 @@ class _Rank:
         self.uncommitted.append(given)
         self.needs_more = False
 
-    def commit(self, position: Sequence[SourcePosition]) -> None:
-        """Forget the batches that its process has committed."""
+    def commit(self, position: Sequence[SourcePosition], *, settles: bool) -> None:
+        """Note the batches that its process has committed, and forget them if that settles them."""
         for place in position:
             key = place.slot, place.incarnation
             self.committed[key] = max(self.committed.get(key, 0), place.settled.seq)
-        while self.uncommitted and (head := self.uncommitted[0]).seq <= self.committed.get(head.key, 0):
-            self.uncommitted.popleft()
+        while (given := self.oldest()) is not None and given.seq <= self.committed.get(given.key, 0):
+            self.trained += 1
+        if settles:
+            self.take_back(self.trained)
+
+    def oldest(self) -> _Given | None:
+        """Return the oldest batch that its process has not committed."""
+        return self.uncommitted[self.trained] if self.trained < len(self.uncommitted) else None
+
+    def take_back(self, count: int) -> list[_Given]:
+        """Forget and return its `count` oldest batches."""
+        self.trained = max(0, self.trained - count)
+        return [self.uncommitted.popleft() for _ in range(count)]
 
     def begin_again(self) -> None:
         """Give the uncommitted batches numbers from 1, for another process that has received none."""
         self.newest.clear()
         self.committed.clear()
-        waiting, self.uncommitted = self.uncommitted, deque()
-        for given in waiting:
+        for given in self.take_back(len(self.uncommitted)):
             self.give(given)
 
 
@@ -130,14 +145,12 @@ class RankSessions:
         self._takes_commits = commit_lag is not None
         self._most_behind = MOST_AHEAD + (commit_lag or 0)
         self._ranks = {number: _Rank(number) for number in range(1, own.world_size)}
-        self._missing = set(self._ranks)
-        """Ranks that have never come, or that must come again before the next round."""
-        self._own_steps = 0
-        self._again: list[_Given] = []
-        """Batches of lost ranks that rank 0 itself got."""
+        self._zero = _Rank(0)
+        """Rank 0 itself. It keeps only batches of lost ranks, which are of earlier rounds."""
         self._replaced: set[str] = set()
         """Words of processes whose rank a newer process has taken over."""
         self._by_peer: dict[Peer, _Rank] = {}
+        """The ranks with a connection, which take part in a round."""
         self._outbox: list[tuple[Peer, Message | list[Buffer]]] = []
         self._next_status = 0.0
 
@@ -163,41 +176,41 @@ class RankSessions:
 
     def _join(self, peer: Peer, rank: _Rank, hello: LearnerHello) -> None:
         replaced = f"a newer process has taken over rank {rank.number}; this one must stop"
-        if rank.token != hello.token and (hello.epoch or hello.token in self._replaced):
+        is_new = rank.token != hello.token
+        if is_new and (hello.epoch or hello.token in self._replaced):
             lost = f"rank {rank.number} was lost, and its batches went to others; start it again"
             self._outbox.append((peer, Fenced(detail=replaced if rank.token else lost)))
             return
         if rank.peer is not None and rank.peer != peer:
             self._by_peer.pop(rank.peer, None)
-            if rank.token != hello.token:
+            if is_new:
                 self._outbox.append((rank.peer, Fenced(detail=replaced)))
-        if rank.token != hello.token:
+        if is_new:
             if not rank.token:
-                rank.steps = max((other.steps for other in self._given_to()), default=self._own_steps)
+                rank.steps = max((other.steps for other in self._by_peer.values()), default=self._zero.steps)
             self._replaced.add(rank.token)
             rank.token = hello.token
             rank.begin_again()
         rank.peer = peer
         self._by_peer[peer] = rank
-        self._missing.discard(rank.number)
+        rank.is_missing = False
         self._outbox.append((peer, self.facts))
-        if self._takes_commits:
-            rank.commit(hello.position)
+        rank.commit(hello.position, settles=self._takes_commits)
         known = {(place.slot, place.incarnation): place.settled.seq for place in hello.position}
         for name, held in hello.held.items():
             slot, _, incarnation = name.partition("/")
             known[(int(slot), int(incarnation))] = held[-1].seq
         for given in rank.uncommitted:
             if given.seq > known.get(given.key, 0):
-                self._send(rank, given)
+                self._send(peer, given)
 
     def _on_commit(self, peer: Peer, commit: Commit) -> None:
         rank = self._by_peer.get(peer)
         if rank is None:
             self._outbox.append((peer, Reject(code="unknown_peer", detail="say HELLO first", fatal=False)))
-        elif self._takes_commits:
-            rank.commit(commit.position)
-            rank.needs_more = commit.waiting and commit.in_hand >= len(rank.uncommitted)
+        else:
+            rank.commit(commit.position, settles=self._takes_commits)
+            rank.needs_more = commit.waiting and commit.in_hand >= len(rank.uncommitted) - rank.trained
 
     def gone(self, peer: Peer, now: float) -> None:
         """Note that a connection has ended."""
@@ -208,7 +221,7 @@ class RankSessions:
     def tick(self, now: float) -> None:
         """Let time pass: tell the ranks that rank 0 lives, and count as lost those without a connection."""
         for rank in self._ranks.values():
-            if rank.token and rank.peer is None and now - rank.gone_at > LOST_S and rank.number not in self._missing:
+            if rank.token and rank.peer is None and now - rank.gone_at > LOST_S and not rank.is_missing:
                 self._lose(rank)
         if now >= self._next_status:
             self._next_status = now + _STATUS_S
@@ -216,12 +229,11 @@ class RankSessions:
 
     def _lose(self, rank: _Rank) -> None:
         if self._is_fixed:
-            self._missing.add(rank.number)
+            rank.is_missing = True
             what = f"its {len(rank.uncommitted)} batches wait for its next process"
         else:
             what = f"its {len(rank.uncommitted)} batches go to the other ranks"
-            self.pool.extend(rank.uncommitted)
-            rank.uncommitted.clear()
+            self.pool.extend(rank.take_back(len(rank.uncommitted)))
             rank.token = ""
         log.warning("rank %d is lost: %s", rank.number, what)
 
@@ -229,22 +241,17 @@ class RankSessions:
 
     def waits_for(self) -> list[int]:
         """Return the ranks without which no round can begin."""
-        behind = {rank.number for rank in self._ranks.values() if self._is_behind(rank)}
-        return sorted(self._missing | behind)
+        return [rank.number for rank in self._ranks.values() if rank.is_missing or self._is_behind(rank)]
 
     def _is_behind(self, rank: _Rank) -> bool:
         if rank.token and rank.peer is None:
             return True
-        oldest = rank.uncommitted[0].given_in if rank.uncommitted else self.round
-        return self._takes_commits and not rank.needs_more and self.round - oldest >= self._most_behind
-
-    def _given_to(self) -> Iterator[_Rank]:
-        """Yield the ranks that take part in a round."""
-        return (rank for rank in self._ranks.values() if rank.peer is not None)
+        oldest = rank.oldest()
+        return oldest is not None and not rank.needs_more and self.round - oldest.given_in >= self._most_behind
 
     def new_batches(self, count: int) -> int:
         """Return how many batches a round of `count` for each rank needs, besides those of lost ranks."""
-        return max(0, count * (1 + sum(1 for _ in self._given_to())) - len(self.pool))
+        return max(0, count * (1 + len(self._by_peer)) - len(self.pool))
 
     def share(self, batches: Sequence[ChunkBatch], count: int) -> list[ChunkBatch]:
         """Begin a round of `count` batches for each rank. Send the others theirs, and return those of rank 0.
@@ -252,47 +259,42 @@ class RankSessions:
         Each batch goes to the rank with the fewest steps so far, the largest ones first.
         """
         self.round += 1
-        ranks: list[_Rank | None] = [None, *self._given_to()]
+        ranks = [self._zero, *self._by_peer.values()]
         taken = [self.pool.popleft() for _ in range(min(len(self.pool), count * len(ranks)))]
         for given in taken:
             given.given_in = self.round
         taken += [_Given(batch, self.round, self.round) for batch in batches]
-        steps = [self._own_steps, *(rank.steps for rank in ranks[1:] if rank is not None)]
-        shares: list[list[int]] = [[] for _ in ranks]
+        shares: dict[int, list[int]] = {rank.number: [] for rank in ranks}
         for i in sorted(range(len(taken)), key=lambda i: -taken[i].batch.steps):
-            to = min((n for n in range(len(ranks)) if len(shares[n]) < count), key=steps.__getitem__)
-            shares[to].append(i)
-            steps[to] += taken[i].batch.steps
-        self._own_steps = steps[0]
+            to = min((rank for rank in ranks if len(shares[rank.number]) < count), key=lambda rank: rank.steps)
+            shares[to.number].append(i)
+            to.steps += taken[i].batch.steps
         self.tell_status()
-        for rank, total, share in zip(ranks, steps, shares, strict=True):
-            if rank is None:
-                continue
-            rank.steps = total
-            for i in sorted(share):
+        for peer, rank in self._by_peer.items():
+            for i in sorted(shares[rank.number]):
                 rank.give(taken[i])
-                self._send(rank, taken[i])
+                self._send(peer, taken[i])
         own = [taken[i] for i in sorted(shares[0])]
-        self._again += [given for given in own if given.of_round < self.round]
+        self._zero.uncommitted += [given for given in own if given.of_round < self.round]
         return [given.batch for given in own]
 
     def settled_round(self, own: int) -> int:
         """Return the newest round of which every batch is committed, where rank 0 has committed round `own`."""
-        self._again = [given for given in self._again if given.given_in > own]
-        open_rounds = [given.of_round for given in (*self.pool, *self._again)]
-        open_rounds += [given.of_round for rank in self._ranks.values() for given in rank.uncommitted]
+        while self._zero.uncommitted and self._zero.uncommitted[0].given_in <= own:
+            self._zero.uncommitted.popleft()
+        uncommitted = (given for rank in (self._zero, *self._ranks.values()) for given in rank.uncommitted)
+        open_rounds = [given.of_round for given in (*self.pool, *uncommitted)]
         return min(own, min(open_rounds, default=own + 1) - 1)
 
     @property
     def to_give_again(self) -> int:
         """Return the number of batches that lost ranks had not committed, and that wait for another process."""
-        return len(self.pool) + sum(len(self._ranks[number].uncommitted) for number in self._missing)
+        return len(self.pool) + sum(len(rank.uncommitted) for rank in self._ranks.values() if rank.is_missing)
 
     def settle_all(self) -> None:
         """Note that all batches that the ranks got are committed."""
-        for rank in self._ranks.values():
-            rank.uncommitted.clear()
-        self._again.clear()
+        for rank in (self._zero, *self._ranks.values()):
+            rank.take_back(len(rank.uncommitted))
 
     # -- what goes out ------------------------------------------------------------------------------------------------
 
@@ -303,9 +305,8 @@ class RankSessions:
 
     def end(self) -> None:
         """Tell the ranks that no batch comes any more."""
-        for rank in self._given_to():
-            assert rank.peer is not None, "it takes part"
-            self._outbox.append((rank.peer, Reject(code=ENDED, detail="rank 0 has closed its stream")))
+        over = Reject(code=ENDED, detail="rank 0 has closed its stream")
+        self._outbox += [(peer, over) for peer in self._by_peer]
 
     def tell_status(self) -> None:
         """Tell each rank what rank 0 knows of its fleet."""
@@ -315,9 +316,9 @@ class RankSessions:
             spaces=self.facts.spaces,
             published=self.facts.published,
         )
-        self._outbox += [(rank.peer, status) for rank in self._given_to() if rank.peer is not None]
+        self._outbox += [(peer, status) for peer in self._by_peer]
 
-    def _send(self, rank: _Rank, given: _Given) -> None:
+    def _send(self, peer: Peer, given: _Given) -> None:
         batch = given.batch
         header = BatchHeader(
             fleet_id=self.facts.fleet_id,
@@ -333,5 +334,4 @@ class RankSessions:
             reasons=list(batch.reasons),
             totals=WorkerTotals(),
         )
-        if rank.peer is not None:
-            self._outbox.append((rank.peer, encode_batch(batch, header)))
+        self._outbox.append((peer, encode_batch(batch, header)))

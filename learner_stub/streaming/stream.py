@@ -250,7 +250,7 @@ class EpisodeStream:
 
         None: wait until the fleet has ended. All ranks ask for the same `count`, and each gets as many, so that no rank
         waits in a collective operation for one without data. A round begins when rank 0 asks for it, and is balanced by
-        steps.
+        steps. Rank 0 waits for a rank that is two rounds behind, in addition to `commit_lag`.
         """
         if count < 1:
             raise ValueError(f"count = {brief(count)}: a round has 1 batch or more")
@@ -266,7 +266,7 @@ class EpisodeStream:
         connection.check_newest(self.token, self.group)
         self._time.follow()
         with self._time.part("decode"), interrupt_held():
-            if self.auto_commit:
+            if self.auto_commit or self.rank:  # rank 0 must know who is behind
                 self._commit(at_once=self.rank > 0, lag=self._turns.lag if self._turns is not None else 0)
             noted = connection.now()
             deadline = noted + timeout_s
@@ -348,8 +348,8 @@ class EpisodeStream:
     def commit(self) -> None:
         """Settle every batch handed out so far: workers and broker may then forget it.
 
-        Rank 0 settles for all ranks, so call it once all have trained on what they got. A commit of another rank says
-        only that this one has. With `auto_commit` a round is settled once each rank has committed its part.
+        Rank 0 settles for all ranks, so call it once all have trained on what they got. A commit of another rank then
+        settles nothing. With `auto_commit` a round is settled once each rank has committed its part.
         """
         self._note_published()
         if not any(seq for _, seq in self._published) and not self.auto_commit:
@@ -363,7 +363,8 @@ class EpisodeStream:
 
         The result is plain values for the learner's own checkpoint. It takes about 0.1 ms for each worker. Rank 0 has
         it for all ranks; take it where all have trained on what they got. With `commit_lag`, and with automatic commits
-        of ranks, it counts what is settled.
+        of ranks, it counts what is settled. With several brokers, or after a damaged batch, its open episodes may be of
+        a batch that was read for the next round of several batches.
 
         Raises:
             ConfigError: this is another rank than 0.
@@ -485,7 +486,8 @@ class EpisodeStream:
     def close(self) -> None:
         """Close the connection. Batches handed out and not committed go to the next learner again.
 
-        A stream that is dropped without `close` does the same. The loops of the other ranks end with that of rank 0.
+        A stream that is dropped without `close` does the same. The loops of the other ranks end with that of rank 0. At
+        the end of its `with` block it waits 5 s for their automatic commits: what a slower rank has then comes again.
         """
         if self._rounds is not None:
             self._rounds.close()

@@ -165,8 +165,9 @@ def test_after_a_lost_connection_a_rank_gets_what_it_has_not() -> None:
     assert zero.hello(b"c", "one", epoch=1, position=[place(1)], held=held)[1:] == [3]
 
 
-def test_rank_0_waits_for_a_slow_rank_unless_that_needs_more() -> None:
-    zero = Zero()
+@pytest.mark.parametrize("commit_lag", [0, None])
+def test_rank_0_waits_for_a_slow_rank_unless_that_needs_more(commit_lag: int | None) -> None:
+    zero = Zero(commit_lag=commit_lag)
     zero.hello(b"a", "one")
     for _ in range(3):
         assert zero.sessions.waits_for() == []
@@ -176,6 +177,14 @@ def test_rank_0_waits_for_a_slow_rank_unless_that_needs_more() -> None:
     assert zero.sessions.waits_for() == [1], "one is still on its way"
     zero.commit(b"a", 0, waiting=True, in_hand=3)
     assert zero.sessions.waits_for() == []
+    zero.commit(b"a", 1)
+    assert zero.sessions.waits_for() == []
+    zero.round_of(1, 1)
+    assert zero.sessions.waits_for() == [1]
+    zero.commit(b"a", 1, waiting=True, in_hand=3)
+    assert zero.sessions.waits_for() == []
+    zero.lose(b"a")
+    assert zero.sessions.to_give_again == (3 if commit_lag == 0 else 4), "only rank 0 commits by hand"
 
 
 def test_status_and_end_go_to_each_rank() -> None:

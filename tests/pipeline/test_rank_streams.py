@@ -17,6 +17,7 @@ import pytest
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.link import connection
+from headrace.learner_stub.streaming.rank_sessions import MOST_AHEAD
 from headrace.schemas.credentials.keys import read_broker_keys, read_client_keys
 from headrace.schemas.errors import ConfigError, RefusedError, UnreachableError
 from headrace.schemas.messages import LearnerHello, Ranks
@@ -151,6 +152,24 @@ def test_batches_of_a_killed_rank_are_given_again(
         assert content(own + again.batches()) == content(shipped)
     zero.commit()
     wait_until(lambda: (zero.pump(0.01), feeder.all_settled())[-1], "the settlement")
+
+
+def test_rank_0_waits_for_a_slow_rank_where_its_user_commits_by_hand(
+    broker: BrokerThread, stack: ExitStack, start_feeder: StartFeeder, start_rank: StartRank
+) -> None:
+    feed(start_feeder, broker)
+    one, zero = start_rank(broker, auto_commit=False), open_zero(stack, broker, auto_commit=False)
+    assert zero._rounds is not None
+    rank = zero._rounds.sessions._ranks[1]
+    one.last("open")
+    one.signal(signal.SIGSTOP)
+    read_rounds(zero, MOST_AHEAD)
+    while zero.round_of(1, 0.3):
+        assert zero.delivered <= MOST_AHEAD + 1
+    one.signal(signal.SIGCONT)
+    read_rounds(zero, COUNT // 2 - zero.delivered)
+    wait_until(lambda: (zero.pump(0.01), rank.trained == COUNT // 2)[-1], "the word of rank 1")
+    assert len(rank.uncommitted) == COUNT // 2
 
 
 def test_a_newer_process_of_a_rank_ends_the_older_one(

@@ -88,3 +88,9 @@ def test_each_batch_is_committed_by_one_rank_and_rounds_go_on(name: str, seeds: 
     for seed in seeds:
         problems = run_schedule(VARIANTS[name], seed)
         assert not problems, f"variant {name!r}, seed {seed}: {problems[:3]}"
+
+
+@pytest.mark.parametrize(("name", "seed"), [("group", 260)])
+def test_schedules_that_once_failed(name: str, seed: int) -> None:
+    """260: the core's books of a dead worker had fewer batches than the reader, and the broker raised at its HELLO."""
+    assert run_schedule(VARIANTS[name], seed) == []

@@ -243,9 +243,9 @@ class SimRankZero(Process):
                 for older in self.world.processes:
                     older.lost |= older.number == rank.number and older is not rank and older.zero is self
                 self.world.ranks[rank.number] = rank
-        tokens = {rank.token for rank in sessions._ranks.values() if rank.number not in sessions._missing}
+        tokens = {rank.token for rank in sessions._ranks.values() if not rank.is_missing}
         sessions.tick(now)
-        tokens -= {rank.token for rank in sessions._ranks.values() if rank.number not in sessions._missing}
+        tokens -= {rank.token for rank in sessions._ranks.values() if not rank.is_missing}
         for process in self.world.processes:
             process.lost |= process.session.token in tokens
         self._flush()
@@ -279,7 +279,7 @@ class SimRankZero(Process):
         if sessions.waits_for() or not self.open(sessions.new_batches(count)):
             return
         self.given_again |= {id_of(given.batch) for given in sessions.pool}
-        peers = [rank.peer for rank in sessions._given_to()]
+        peers = list(sessions._by_peer)
         new = [self.ready.hand_out() for _ in range(sessions.new_batches(count))]
         own = sessions.share(new, count)
         got = {peer: sum(isinstance(it, list) for to, it in sessions._outbox if to == peer) for peer in peers}
@@ -319,7 +319,7 @@ class SimRankZero(Process):
     def _commit_by_hand(self) -> bool:
         """Commit if all ranks have trained on all that they got. Return False if this process died."""
         ranks = [(rank, self.world.ranks[rank.number]) for rank in self.sessions._ranks.values() if rank.token]
-        lost = [rank for rank in self.sessions._ranks.values() if rank.number in self.sessions._missing]
+        lost = [rank for rank in self.sessions._ranks.values() if rank.is_missing]
         for rank, process in ranks:
             kept = {batch for ids in process.kept for batch in ids}
             got = {id_of(given.batch) for given in rank.uncommitted}
@@ -364,7 +364,7 @@ class SimRank(Process):
         if self.turns is not None:
             self.commit_old()
             self.turns.settle(self.turns.round - self.turns.lag)
-        if self.session.uncommitted() and (self.turns is not None or self.world.random.random() < 0.5):
+        if self.session.uncommitted():
             self.session.commit(self.world.now)
         if self.step is not None and self.open(count := self.world.size_of(self.step)):
             batches = [self.ready.hand_out() for _ in range(count)]
