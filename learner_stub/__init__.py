@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.learner_stub.adapters.torch_dataset import StreamDataset as StreamDataset
     from headrace.learner_stub.checkpoints.learner_state import LearnerState as LearnerState
     from headrace.learner_stub.checkpoints.learner_state import LoadedState as LoadedState
     from headrace.learner_stub.checkpoints.learner_state import save_policy as save_policy
@@ -30,6 +31,7 @@ _HOMES = {
     "LearnerState": "headrace.learner_stub.checkpoints.learner_state",
     "LoadedState": "headrace.learner_stub.checkpoints.learner_state",
     "Returns": "headrace.learner_stub.rollouts.returns",
+    "StreamDataset": "headrace.learner_stub.adapters.torch_dataset",
     "TaskPublisher": "headrace.learner_stub.publishing.task_publisher",
     "WeightPublisher": "headrace.learner_stub.publishing.publisher",
     "episodes_of": "headrace.schemas.chunks.episodes",

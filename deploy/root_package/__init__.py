@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headrace.learner_stub import LearnerState as LearnerState
     from headrace.learner_stub import LoadedState as LoadedState
     from headrace.learner_stub import Returns as Returns
+    from headrace.learner_stub import StreamDataset as StreamDataset
     from headrace.learner_stub import TaskPublisher as TaskPublisher
     from headrace.learner_stub import WeightPublisher as WeightPublisher
     from headrace.learner_stub import episodes_of as episodes_of
@@ -66,8 +67,8 @@ if TYPE_CHECKING:
 _NAMES = {
     "deploy": "TrainedPolicy load_policy",
     "deploy.annexes.programs": "RunningFleet fleet",
-    "learner_stub": "ConnectorMerger EpisodeStream LearnerState LoadedState Returns TaskPublisher WeightPublisher"
-    " episodes_of gae save_policy spread to_torch vtrace with_own_logp",
+    "learner_stub": "ConnectorMerger EpisodeStream LearnerState LoadedState Returns StreamDataset TaskPublisher"
+    " WeightPublisher episodes_of gae save_policy spread to_torch vtrace with_own_logp",
     "schemas.errors": "HeadraceError",
     "workers": "EnvContext EnvRunner EnvRunnerConfig GymVectorEnv MultiAgentEnv MultiAgentEnvRunner PolicySpec"
     " RunnerCallback SingleAgentEnvRunner StepFailedRecreateEnv VectorEnv merge_metrics register_env",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, Literal, NoReturn
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from headrace.learner_stub.link import connection
+from headrace.learner_stub.link.fleet_place import Where, as_list, find_fleet
+from headrace.learner_stub.link.ranks import chosen_rank
 from headrace.learner_stub.rollouts.tensors import to_torch
 from headrace.learner_stub.streaming.stream import EpisodeStream
 from headrace.schemas.chunks.batch import ChunkBatch
@@ -51,3 +55,67 @@ class EpisodeDataset(IterableDataset[Any]):
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError(_ONE_READER, key="num_workers")
+
+
+_PREFETCHED = 2
+"""Items that a `DataLoader` asks of each worker process ahead of those that its user has, unless it is told another."""
+
+
+class StreamDataset(IterableDataset[Any]):
+    """An iterable dataset of `convert(batch)` for each batch of the fleet at `where`, read in a loader's processes.
+
+        dataset = StreamDataset("runs/mine")
+        weights = WeightPublisher.of("runs/mine")
+        for steps in DataLoader(dataset, batch_size=None, num_workers=2):
+            train(module, steps)
+            weights.publish(module.state_dict())
+
+    Each worker process is a rank, so all of them get equal numbers of batches. With `rank` and `world_size`, as of
+    `EpisodeStream`, the process itself is one of several that have a loader each, with the same `num_workers`. Give
+    each item to one step of training: also a batch without steps, which tells of the ends of episodes.
+
+    A batch is settled only after the user has asked the loader for later ones, so that no kill loses any. What the
+    loader has prefetched, and the newest items of the user, come again to the next loop: after the death of this
+    process or of a worker process, for which torch raises `RuntimeError`, after `break`, and after the end of the loop.
+
+    - convert: by default the transitions as tensors. With `num_workers`, it must be a function that can be pickled.
+    - options: those of `EpisodeStream.of`. `commit_lag` must be at least the loader's `prefetch_factor`, times a
+      `batch_size`; it is 3, for the usual 2 and one more. `batch_timeout_s` counts at rank 0, whose end is that of all.
+
+    The process that makes the dataset has the `WeightPublisher`. One loop over it at a time. With `num_workers=0` it is
+    a stream of this process. Raises `ConfigError` for `auto_commit=False`: give `EpisodeDataset` a stream then.
+    """
+
+    def __init__(
+        self,
+        where: Where | Sequence[Where] = None,
+        *,
+        convert: Callable[[ChunkBatch], Any] = transition_tensors,
+        rank: int | Literal["env"] = 0,
+        world_size: int = 1,
+        connect_timeout_s: float = 60.0,
+        **options: Any,
+    ) -> None:
+        if not options.get("auto_commit", True):
+            raise ConfigError("a StreamDataset commits by itself; give EpisodeDataset a stream", key="auto_commit")
+        self._where, self._convert, self._options = where, convert, options
+        self._connect_timeout_s = connect_timeout_s
+        self._rank, self._world_size = chosen_rank(rank, world_size)
+        endpoints = as_list(find_fleet(where, connect_timeout_s, options)[0])
+        connection.note_rank(endpoints[0], self._rank)
+        self._token = connection.process_token(endpoints)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = get_worker_info()
+        rank, ranks, options = self._rank, self._world_size, self._options
+        if loader is not None:
+            rank, ranks = rank * loader.num_workers + loader.id, ranks * loader.num_workers
+            options = {"commit_lag": _PREFETCHED + 1, **options}
+        if rank:  # torch asks the others for more once one has ended: more than they keep
+            options = {**options, "batch_timeout_s": None}
+        endpoint, found = find_fleet(self._where, self._connect_timeout_s, options)
+        if rank == 0:
+            connection.adopt_token(as_list(endpoint), self._token, publishes_elsewhere=loader is not None)
+        with closing(EpisodeStream(endpoint, **found, rank=rank, world_size=ranks)) as stream:
+            for batch in stream:
+                yield self._convert(batch)

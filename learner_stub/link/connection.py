@@ -51,6 +51,8 @@ class SharedState:
     weights: tuple[ModuleShapes, ModuleKinds] | None = None
     """Shapes and kinds of the weights that workers load; None while no worker has told them."""
     time_spent: TimeSpent = NOT_MEASURED
+    publishes_elsewhere: bool = False
+    """True if another process publishes this learner's weights."""
 
     def learn_weights(self, message: LearnerWelcome | Status) -> None:
         """Note which weights workers load, if `message` tells."""
@@ -101,6 +103,17 @@ def stream_token(endpoints: Sequence[str], group: str = TRAIN) -> str:
     _NEWEST.update(dict.fromkeys(keys, token))
     _STREAMING.add(token)
     return token
+
+
+def adopt_token(endpoints: Sequence[str], token: str, *, publishes_elsewhere: bool) -> None:
+    """Give the next stream of this process the token of a learner, whose publisher may be in another process.
+
+    With `publishes_elsewhere`, forget the connections that a child by fork has from its parent.
+    """
+    _TOKENS.update(dict.fromkeys(_places(endpoints, TRAIN), token))
+    if publishes_elsewhere:
+        _PUMPED.clear()
+        _SHARED[token] = SharedState(publishes_elsewhere=True)
 
 
 def replace_older(token: str) -> None:

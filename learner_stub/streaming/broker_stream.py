@@ -71,8 +71,11 @@ class BrokerStream:
 
     @property
     def published(self) -> Version:
-        """Return the newest version that this process published to this broker; (0, 0) before the first."""
-        published = connection.shared(self.link.token).published
+        """Return the newest version that this learner published to this broker; (0, 0) before the first."""
+        shared = connection.shared(self.link.token)
+        if shared.publishes_elsewhere:
+            return self.session.published
+        published = shared.published
         return published[self.link.number] if self.link.number < len(published) else (0, 0)
 
     @property

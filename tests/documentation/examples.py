@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -27,10 +28,12 @@ def words_of(example: str) -> list[str]:
 
 @contextmanager
 def learner_of(example: str, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
-    """The example as a process; what it says is read from its `stdout`."""
-    command = [sys.executable, f"{example}.py", str(run_dir)]
+    """The example as a process, or as two ranks; what it says is read from its `stdout`."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+    command = [sys.executable, *(launcher if "ddp" in example else []), f"{example}.py", str(run_dir)]
+    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with subprocess.Popen(
-        command, cwd=EXAMPLES_FOLDER, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=EXAMPLES_FOLDER, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         yield process
         process.kill()

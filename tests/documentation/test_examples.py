@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from support.fleets.running_fleet import RunningFleet
+from support.waiting import wait_until
 
 MOST_LINES = 150
 SPACES = Spaces(observation=Box(shape=(3,), dtype="<f4"), action=Discrete(n=2, start=1))
@@ -82,6 +84,35 @@ def test_an_example_learns_cartpole_though_a_worker_and_the_learner_are_killed(t
     assert result["mean_return"] >= 475
     ledger = result["ledger"]
     assert before < ledger["committed"][0] <= trained_steps(tmp_path) <= ledger["stepped"]
+
+
+def pid_of_rank(launcher: subprocess.Popen[str], rank: int) -> int:
+    """Return the process that torchrun has started as `rank`."""
+    own = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+
+    def found() -> list[int]:
+        children = [Path(f"/proc/{child}") for child in own.read_text().split()]
+        return [int(at.name) for at in children if f"\0RANK={rank}\0" in (at / "environ").read_text()]
+
+    return wait_until(found, f"rank {rank}")[0]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.thorough
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_learn_cartpole_though_one_is_killed(tmp_path: Path, rank: int) -> None:
+    goal = ("--until-return", "475", "--timeout-s", "500")
+    with fleet_of("ddp_ppo", tmp_path, *goal) as fleet, learner_of("ddp_ppo", tmp_path) as learner:
+        fleet.wait_for_steps(20_000)
+        os.kill(pid_of_rank(learner, rank), signal.SIGKILL)
+        result = fleet.finish(timeout_s=560.0)
+        assert (result["returncode"], result["balanced"]) == (0, True), result["stderr"]
+        end_of(learner)
+    assert result["mean_return"] >= 475
+    ledger = result["ledger"]
+    assert ledger["committed"][0] <= trained_steps(tmp_path) <= ledger["stepped"], "each step was trained on once"
 
 
 @pytest.mark.parametrize("example", [*EXAMPLES, "curriculum", "level_replay"])

@@ -237,6 +237,29 @@ def test_rank_0_tells_the_spaces_before_its_user_goes_elsewhere(
     assert "Discrete" in one.last("spaces"), "and rank 0 was not pumped again"
 
 
+def test_ranks_share_the_batches_of_two_brokers(
+    start_broker: StartBroker, stack: ExitStack, start_feeder: StartFeeder, tmp_path: Path
+) -> None:
+    endpoints, feeders, shipped = [], [], []
+    for index in range(2):
+        (folder := tmp_path / str(index)).mkdir()
+        broker = start_broker(folder, f"pair.{index}", count=2, index=index)
+        endpoints.append(broker.endpoints.learner)
+        batches = Envs(index).fragments(COUNT // 2)
+        feeders.append(start_feeder(broker.endpoints.worker, batches, slot=index, fleet_id=f"pair.{index}"))
+        shipped += [told(batch) for batch in batches]
+    options = {"world_size": 2, "connect_timeout_s": TIMEOUT_S}
+    one = stack.enter_context(Rank(" ".join(endpoints), tmp_path / "rank-1", rank=1, **options))
+    zero = stack.enter_context(EpisodeStream(endpoints, rank=0, **options))
+    own = read_rounds(zero, COUNT // 2)
+    wait_until(
+        lambda: (zero.pump(0.01), zero.next(0.05), all(feeder.all_settled() for feeder in feeders))[-1], "the end"
+    )
+    assert content(own + one.batches()) == content(shipped)
+    assert {batch[0] for batch in own} == {batch[0] for batch in one.batches()} == {0, 1}
+    assert {place["fleet_id"] for place in zero.position()} == {"pair.0", "pair.1"}
+
+
 @pytest.mark.parametrize("group", ["train", "record"])
 def test_groups_and_ranks_read_with_the_learners_key(
     start_broker: StartBroker,

@@ -90,9 +90,9 @@ def as_tensor(leaf: Leaf, values: torch.Tensor) -> torch.Tensor:
 
     rows = values.shape[0]
     if not isinstance(leaf, Discrete | MultiDiscrete):
-        return values.reshape(rows, -1).float()
+        return values.reshape(rows, leaf_size(leaf)).float()
     sizes, starts = ((leaf.n,), (leaf.start,)) if isinstance(leaf, Discrete) else (leaf.flat_nvec, leaf.flat_start)
-    places = values.reshape(rows, -1).long()
+    places = values.reshape(rows, len(sizes)).long()
     if any(starts):
         places = places - torch.tensor(starts, device=places.device)
     one_hot = [torch.nn.functional.one_hot(places[:, k], size) for k, size in enumerate(sizes)]

@@ -78,7 +78,7 @@ class ActorCritic(nn.Module):
         else:
             self.vf_trunk = mlp(sizes, _ACTIVATIONS[activation], generator)
             self.vf_head = linear(sizes[-1], 1, 1.0, generator)
-        self.log_std = nn.Parameter(torch.full((len(places),), float(log_std)))
+        self.log_std = nn.Parameter(torch.full((len(places),), float(log_std)), requires_grad=bool(places))
         order = [i for i in range(self.distribution.inputs) if i not in set(places)] + places
         self._order: torch.Tensor
         self.register_buffer("_order", torch.tensor(np.argsort(order)), persistent=False)

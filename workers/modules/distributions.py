@@ -91,7 +91,7 @@ class Categoricals:
 
     def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Return the log-probability (rows,) of actions (rows, *shape)."""
-        index = actions.reshape(len(inputs), -1).long() - torch.from_numpy(self._starts).to(inputs.device)
+        index = actions.reshape(len(inputs), len(self._sizes)).long() - torch.from_numpy(self._starts).to(inputs.device)
         if len(self._sizes) == 1:
             return torch.log_softmax(inputs, -1).gather(-1, index)[:, 0]
         parts = torch.split(inputs, list(self._sizes), dim=-1)
@@ -182,7 +182,7 @@ class Gaussian:
     def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Return the log-density (rows,) of actions (rows, *shape)."""
         mean, log_std = torch.split(inputs, self._size, dim=-1)
-        scaled = (actions.reshape(len(inputs), -1).to(mean.dtype) - mean) * torch.exp(-log_std)
+        scaled = (actions.reshape(len(inputs), self._size).to(mean.dtype) - mean) * torch.exp(-log_std)
         logp: torch.Tensor = -(0.5 * scaled * scaled + log_std + _HALF_LOG_TWO_PI).sum(-1)
         return logp
 

@@ -2,8 +2,8 @@
 
 python -m support.pipeline.rank_process ENDPOINT FILE OPTIONS
 
-OPTIONS is JSON: what `EpisodeStream` takes, and "spaces": true for a rank that asks for them first. The last line is
-{"error": ...} or {"ended": ...}.
+ENDPOINT has spaces between those of several brokers. OPTIONS is JSON: what `EpisodeStream` takes, and "spaces": true
+for a rank that asks for them first. The last line is {"error": ...} or {"ended": ...}.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(endpoint: str, file: str, options: str) -> None:
         try:
             chosen = orjson.loads(options)
             asks = chosen.pop("spaces", False)
-            with EpisodeStream(endpoint, **chosen) as stream:
+            with EpisodeStream(endpoint.split(), **chosen) as stream:
                 say({"open": stream.rank})
                 if asks:
                     say({"spaces": repr(stream.spaces())})
