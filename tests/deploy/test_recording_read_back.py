@@ -141,8 +141,12 @@ def test_a_stream_goes_on_from_any_position_and_with_files_that_came_later(tmp_p
         with RecordingFolder(tmp_path) as folder:
             folder.write(batches[5:], [])
         assert [batch.seq for batch in stream] == [6]
+        last = stream.position()
     for place, position in enumerate(positions):
         assert [batch.seq for batch in read(tmp_path, position=position)] == [1, 2, 3, 4, 5, 6][place:]
+        with EpisodeStream.of(tmp_path, position=position) as stream:
+            stream.next(0.0)
+            assert stream.position() == (positions[place + 1] if place < 5 else last)
     with EpisodeStream.of(tmp_path, position=positions[1]) as stream:
         assert [batch.seq for batch in stream.round_of(3)] == [2, 3, 4]
         before = stream.position()
@@ -202,7 +206,8 @@ def test_chosen_episodes_come_alone(tmp_path: Path, keep: Any, expected: set[int
 
 
 def test_the_table_of_episodes_has_a_row_for_each(tmp_path: Path) -> None:
-    path = recorded(tmp_path, [make_batch(2)], [make_batch(3)])
+    """Their later chunks are in a file of their own, as they have another column; its name comes first."""
+    path = recorded(tmp_path, [make_batch(2), make_batch(3, columns={"t": np.zeros(sum(LENGTHS))})])
     with RecordedStream(path) as stream:
         rows: list[Mapping[str, Any]] = stream.episodes().to_pylist()
     assert [row["episode_id"] for row in rows] == [format_episode_id(7, number) for number in range(10, 14)]
@@ -242,8 +247,8 @@ def test_a_recording_has_all_verbs_of_a_stream_and_takes_its_options(tmp_path: P
     saved = state.load()
     assert saved is not None
     assert read(path, position=saved.position) == []
-    with pytest.raises(TypeError, match="a recording has no option 'grup'"):
-        EpisodeStream.of(path, grup="train")
+    with pytest.raises(TypeError, match="a recording has no option 'rounds'"):
+        EpisodeStream.of(path, rounds="train")
     with pytest.raises(ConfigError, match="a recording has one reader, and no ranks"):
         EpisodeStream.of(path, rank=1, world_size=2)
 

@@ -143,13 +143,15 @@ def test_a_learner_of_the_recording_takes_the_same_steps_as_the_live_one(record:
         learners.append(Learner(spaces))
         return learners[0].see
 
-    _, trained = record({"sampling": SAMPLING}, path, begin)
+    handed, trained = record({"sampling": SAMPLING}, path, begin)
     with EpisodeStream.of(path) as stream:
         later = Learner(stream.spaces())
-        back = [batch for batch in stream if later.see(batch) or True][: len(trained)]
-    both = [[contents(batch, without=["newest"]) for batch in batches] for batches in (back, trained[: len(back)])]
-    assert both[0] == both[1]
+        back = [batch for batch in stream if later.see(batch) or True]
+    assert [contents(batch) for batch in back] == [contents(batch) for batch in handed]
+    assert len({batch.newest for batch in back}) > 1
+    for own, live in zip(back, trained, strict=False):
+        assert contents(own, without=["newest"]) == contents(live, without=["newest"])
     updates = min(len(later.states), len(learners[0].states))
     assert updates > BATCHES // 4
     assert later.states[:updates] == learners[0].states[:updates]
-    assert len({version for batch in back for version in batch.columns["weights_seq"].tolist()}) > 3
+    assert len({version for batch in back for version in batch.columns["weights_seq"].tolist()}) > 1

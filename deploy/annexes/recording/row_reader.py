@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,12 @@ _EPISODE = {
 
 def batches_in(path: Path, first: int = 0) -> Iterator[ChunkBatch]:
     """Yield the batches of a file `batches-N.parquet`, in order, without the `first`. Their arrays are read-only."""
-    files: dict[str, _File] = {}
-    number = path.stem.removeprefix("batches-")
-    for row in pq.read_table(path).slice(first).to_pylist():
-        if row["file"] not in files:
-            files[row["file"]] = _File(path.parent, f"{number}-{row['file']}")
+    rows, number = pq.read_table(path).slice(first).to_pylist(), path.stem.removeprefix("batches-")
+    columns: dict[str, set[str]] = {}
+    for row in rows:
+        columns.setdefault(row["file"], set()).update(row["columns"])
+    files = {file: _File(path.parent, f"{number}-{file}", own) for file, own in columns.items()}
+    for row in rows:
         yield files[row["file"]].batch(row)
 
 
@@ -77,10 +78,10 @@ def _chunks_with_weights(path: Path) -> pa.Table:
 class _File:
     """The steps and the chunks of one module in one number of a recording."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, columns: Collection[str]) -> None:
         _, self._spaces = spaces_in(folder / f"steps-{name}.parquet")
-        self._steps = pq.read_table(folder / f"steps-{name}.parquet").combine_chunks()
-        self._chunks = pq.read_table(folder / f"chunks-{name}.parquet").combine_chunks()
+        self._steps = _read(folder / f"steps-{name}.parquet", map(column_of, columns))
+        self._chunks = _read(folder / f"chunks-{name}.parquet", ["infos", *columns, *(FINAL + own for own in columns)])
 
     def batch(self, row: dict[str, Any]) -> ChunkBatch:
         """Return the batch of a row of the table of batches."""
@@ -116,6 +117,12 @@ class _File:
         )
 
 
+def _read(path: Path, columns: Iterable[str]) -> pa.Table:
+    """Return those of these columns that a file has."""
+    with pq.ParquetFile(path) as file:
+        return file.read([*columns]).combine_chunks()
+
+
 def _task(text: str) -> Task:
     told = orjson.loads(text)
     return Task(tuple(told["version"]), told["values"], told["group"], told["member"])
@@ -149,6 +156,8 @@ def _rows(table: pa.Table, name: str, count: int) -> NDArray[Any]:
     array = table[name].chunk(0).drop_null()
     if pa.types.is_list(array.type):
         array = array.flatten()
+    if pa.types.is_binary(array.type):
+        array = array.cast(pa.binary(len(array[0].as_buffer())))
     if pa.types.is_fixed_size_binary(array.type):
         size = array.type.byte_width
         flat = np.frombuffer(array.buffers()[1], np.uint8)[array.offset * size :][: count * size]

@@ -210,9 +210,11 @@ class _Columns:
         self._note_form(name, column)
 
     def add_lists(self, name: str, column: NDArray[Any], counts: NDArray[Any]) -> None:
-        """Add a column of lists. Each holds the next `counts` rows."""
+        """Add a column of lists. Each holds the next `counts` rows. pandas reads no lists of bytes of one length."""
         offsets = np.concatenate(([0], np.cumsum(counts, dtype=np.int32))).astype(np.int32)
-        self.arrays[name] = pa.ListArray.from_arrays(pa.array(offsets), _flat(column))
+        rows = _flat(column)
+        rows = rows.cast(pa.binary()) if pa.types.is_fixed_size_binary(rows.type) else rows
+        self.arrays[name] = pa.ListArray.from_arrays(pa.array(offsets), rows)
         self._note_form(name, column)
 
     def _note_form(self, name: str, column: NDArray[Any]) -> None:
