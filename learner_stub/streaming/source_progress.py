@@ -92,10 +92,10 @@ def by_broker(
     Raises `ConfigError` for a position of another group, and where a part is of several fleets: the position is of
     another number of brokers.
     """
-    known = [(read(CheckpointPosition, place), str(place.get("fleet_id", ""))) for place in position]
     other = next((of for place in position if (of := place.get("group", TRAIN)) != group), None)
     if other is not None:
         raise ConfigError(f"it is of consumer group {brief(other)}, not of {group!r}", key="position")
+    known = [(read(CheckpointPosition, place), str(place.get("fleet_id", ""))) for place in position]
     for place, _ in known:
         if place.open_episodes is not None:
             place.open_episodes.chunks()  # raises `DecodeError`

@@ -20,8 +20,9 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from headrace.learner_stub.link import connection
 from headrace.learner_stub.link.broker_link import BrokerLink, Watched, await_message
@@ -53,6 +54,9 @@ log = logging.getLogger("headrace.learner")
 
 STOPPED_WAIT_S = 10.0
 """Seconds that a stopped fleet may take to start again before a stream ends."""
+
+_FOLDERS = {"batches-*.parquet": "headrace.deploy.annexes.recording.recorded_stream:RecordedStream"}
+"""Classes of annexes with the verbs of a stream, each for folders that have such a file."""
 
 _OTHER_BROKERS_S = 5.0
 """Seconds that a stream waits, once one of several brokers has answered, for the others to answer too."""
@@ -219,9 +223,12 @@ class EpisodeStream:
         `headrace up` may start it later, and start it again. A rendezvous is a file NAME.json or http(s)://...; None is
         the one in the environment's HEADRACE_FLEET__RENDEZVOUS. A fleet of several brokers has a list, in the order of
         `broker.index`. Waits up to `connect_timeout_s` for its broker, or one of them, and follows it to other
-        addresses. Keys are those in the config of the run, unless `options` or the environment name
-        others. `options` are those of the constructor, whose errors it raises.
+        addresses. Keys are those in the config of the run, unless `options` or the environment name others. `options`
+        are those of the constructor, whose errors it raises. The folder of a recording gives a `RecordedStream`.
         """
+        for pattern, kind in _FOLDERS.items():
+            if isinstance(where, str | Path) and any(Path(where).glob(pattern)):
+                return cast("Self", resolve_name(kind)(where, **options))
         endpoint, found = find_fleet(where, connect_timeout_s, options)
         return cls(endpoint, **found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -155,6 +156,42 @@ def test_a_full_disk_is_named_and_the_recording_goes_on_when_there_is_room(
     assert [one.getMessage() for one in caplog.records] == [
         f"recording {path}: the disk is full; free some space. {steps} steps wait for it, uncommitted, and are not lost"
     ]
+    check(path, feeder)
+
+
+def test_a_recording_on_a_disk_that_is_really_full_goes_on_when_there_is_room(
+    broker: BrokerThread,
+    feeder: Feeder,
+    stack: ExitStack,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(recording_loop, "RETRY_S", 0.05)
+    monkeypatch.setattr(recording_loop, "FLUSH_BATCHES", 5)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "none", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount: {mounted.stderr.decode().strip()}")
+    stack.callback(subprocess.run, ["umount", "--lazy", disk], check=True)
+    said, path, filler = "the disk is full; free some space", disk / "recording", disk / "filler"
+    filler.write_bytes(b"0" * (460 << 10))  # there is room for some of the files
+
+    def is_done() -> bool:
+        if filler.exists() and said in caplog.text:
+            assert not feeder.all_settled()
+            filler.unlink()
+        return feeder.all_settled()
+
+    with caplog.at_level(logging.ERROR):
+        record(broker, path, is_done)
+    words = [one.getMessage() for one in caplog.records]
+    assert len(words) == 1
+    assert words[0].startswith(f"recording {path}: {said}. ")
+    assert not list(path.glob(".*")), "a file that did not fit is left"
     check(path, feeder)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.deploy.annexes.recording import NEEDS_PYARROW
 from headrace.deploy.command.option_table import command
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import say
@@ -38,7 +39,7 @@ def record(
     record.
     """
     if find_spec("pyarrow") is None:
-        raise ConfigError("a recording needs pyarrow: pip install 'headrace[record]'")
+        raise ConfigError(NEEDS_PYARROW)
     from headrace.deploy.annexes.recording.recording_folder import RecordingFolder
     from headrace.deploy.annexes.recording.recording_loop import Recording
     from headrace.learner_stub import EpisodeStream

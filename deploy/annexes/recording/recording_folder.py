@@ -38,12 +38,14 @@ class RecordingFolder:
     - position: that of a stream after its batches; None for a new recording.
 
     Raises:
-        RunDirError: another process records to it, or its newest file cannot be read.
+        RunDirError: another process records to it, it is a run directory, or its newest file cannot be read.
         OSError: it cannot be made or read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if (path / "broker.json").exists():
+            raise self._refusal("it is a run directory")
         path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -60,15 +62,17 @@ class RecordingFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            reason = "another process records to it"
-            raise RunDirError("", reason, sentence=f"recording {self.path}: {reason}; choose another --dir") from None
+            raise self._refusal("another process records to it") from None
+
+    def _refusal(self, reason: str) -> RunDirError:
+        return RunDirError("", reason, sentence=f"recording {self.path}: {reason}; choose another --dir")
 
     def _remove_incomplete(self) -> None:
         for path in self.path.glob(".*.parquet.*"):
             path.unlink()
         for kind in ("steps", "chunks"):
             for path in self.path.glob(f"{kind}-*.parquet"):
-                if _number(path) > self.number:
+                if file_number(path) > self.number:
                     path.unlink()
 
     def write(self, batches: Sequence[ChunkBatch], position: Sequence[dict[str, Any]]) -> int:
@@ -109,10 +113,11 @@ class RecordingFolder:
 
 def numbered(folder: Path, kind: str) -> dict[int, Path]:
     """Return the files of a kind by number, in order."""
-    return dict(sorted((_number(path), path) for path in folder.glob(f"{kind}-*.parquet")))
+    return dict(sorted((file_number(path), path) for path in folder.glob(f"{kind}-*.parquet")))
 
 
-def _number(path: Path) -> int:
+def file_number(path: Path) -> int:
+    """Return the number in the name of a file."""
     return int(path.name.split("-")[1].partition(".")[0])
 
 

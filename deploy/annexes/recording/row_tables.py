@@ -31,7 +31,15 @@ FINAL = "final_"
 
 _OF_CHUNK = ("episode_id", "agent", "module", "slot", "incarnation", "env_index", "learner_epoch", "task")
 """Columns of a chunk that each of its steps has too."""
+_OF_STEP = (*_OF_CHUNK, "end", "reason", "t")
 _ENDS = pa.array([end.name for end in ChunkEnd])
+
+
+def column_of(name: str) -> str:
+    """Return the name in the table of steps for a step column of a batch. No two columns get the same."""
+    if name == "env_t":
+        return "t"
+    return f"{name}_" if name.rstrip("_") in _OF_STEP else name
 
 
 def files_of(batches: Sequence[ChunkBatch]) -> list[str]:
@@ -88,6 +96,8 @@ def batch_table(batches: Sequence[ChunkBatch], files: Sequence[str]) -> pa.Table
                 "agents": [*batch.agents],
                 "reasons": [*batch.reasons],
                 "tasks": [_task_json(task) for task in batch.tasks],
+                "task_of": None if batch.task_of is None else batch.task_of.tolist(),
+                "table": batch.table.tobytes(),
                 "connector_update": [
                     {"name": name, "dtype": array.dtype.str, "shape": [*array.shape], "data": array.tobytes()}
                     for name, array in batch.connector_update.items()
@@ -105,7 +115,8 @@ _BATCHES = pa.schema(
         *[pa.field(name, pa.int64()) for name in ("slot", "incarnation", "seq", "learner_epoch")],
         *[pa.field(name, pa.int64()) for name in ("first_step", "steps", "first_chunk", "chunks")],
         *[pa.field(name, _WORDS) for name in ("columns", "agents", "reasons", "tasks")],
-        *[pa.field("newest", pa.list_(pa.int64())), pa.field("connector_update", pa.list_(_ARRAY))],
+        *[pa.field(name, pa.list_(pa.int64())) for name in ("newest", "task_of")],
+        *[pa.field("table", pa.binary()), pa.field("connector_update", pa.list_(_ARRAY))],
     ]
 )
 
@@ -134,7 +145,7 @@ def _tables(batches: Sequence[ChunkBatch]) -> tuple[pa.Table, pa.Table]:
         code = np.where(last, code, 0 if name == "end" else -1)
         steps.arrays[name] = _words(code, chunks.arrays[name].dictionary)
     t = np.arange(len(chunk_of)) + np.repeat(table["t_start"] - stop + lengths, lengths)
-    steps.add("t", columns.pop("env_t", t))
+    steps.add(column_of("env_t"), columns.pop("env_t", t))
     for name, column in columns.items():
         if is_obs_column(name):
             final = stop[has_steps] + np.arange(int(has_steps.sum()))
@@ -147,7 +158,7 @@ def _tables(batches: Sequence[ChunkBatch]) -> tuple[pa.Table, pa.Table]:
         elif name.startswith(LOOKBACK):
             chunks.add_lists(name, column, table["lookback"])
         else:
-            steps.add(f"{name}_" if name in steps.arrays else name, column)
+            steps.add(column_of(name), column)
     return steps.table(), chunks.table()
 
 
@@ -199,9 +210,11 @@ class _Columns:
         self._note_form(name, column)
 
     def add_lists(self, name: str, column: NDArray[Any], counts: NDArray[Any]) -> None:
-        """Add a column of lists. Each holds the next `counts` rows."""
+        """Add a column of lists. Each holds the next `counts` rows. pandas reads no lists of bytes of one length."""
         offsets = np.concatenate(([0], np.cumsum(counts, dtype=np.int32))).astype(np.int32)
-        self.arrays[name] = pa.ListArray.from_arrays(pa.array(offsets), _flat(column))
+        rows = _flat(column)
+        rows = rows.cast(pa.binary()) if pa.types.is_fixed_size_binary(rows.type) else rows
+        self.arrays[name] = pa.ListArray.from_arrays(pa.array(offsets), rows)
         self._note_form(name, column)
 
     def _note_form(self, name: str, column: NDArray[Any]) -> None:

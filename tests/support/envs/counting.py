@@ -186,3 +186,11 @@ class Numbered(gym.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, Any]:
         self.left -= 1
         return self.observe(), 1.0, self.left <= 0, False, {}
+
+
+class Paced(Numbered):
+    """A `Numbered` of at most 500 steps a second."""
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, Any]:
+        time.sleep(0.002)
+        return super().step(action)
