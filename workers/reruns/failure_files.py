@@ -45,7 +45,7 @@ class FailureFacts(BaseModel):
     lane: Natural
     recreated: bool
     making_seeds: tuple[int | None, int | None]
-    """`context.seed` of the lane's creator, and of that of lane 0."""
+    """`context.seed` of the lane's creator, and that of the whole vector if it is a user's own."""
     seed: int | None
     """Seed of the episode's reset."""
     task: TaskJson | None

@@ -30,11 +30,14 @@ class KeptFailures:
         self._run_dir = run_dir
         self._life = f"{slot}-{incarnation}"
         self._count = 0
+        self._vector_seed: int | None = None
         self._has_failed = False
 
     def write(self, table: LaneTable, failure: Failure) -> str:
         """Write the failure, if it is of an env, and return the command that repeats it; "" for none."""
-        facts = facts_of(table, failure)
+        if self._vector_seed is None and 0 in table.contexts:
+            self._vector_seed = table.contexts[0].seed  # no env was rebuilt yet
+        facts = facts_of(table, failure, self._vector_seed)
         return self.put(facts, failure.episode.arrays if failure.episode is not None else {}) if facts else ""
 
     def put(self, facts: FailureFacts, arrays: Mapping[str, NDArray[Any]]) -> str:
@@ -50,14 +53,14 @@ class KeptFailures:
             return ""
 
 
-def facts_of(table: LaneTable, failure: Failure) -> FailureFacts | None:
+def facts_of(table: LaneTable, failure: Failure, vector_seed: int | None) -> FailureFacts | None:
     """Return what is known of a failure that the lane's env caused alone, with an episode that can be repeated."""
     config, begun, episode = table.config, failure.unbegun, failure.episode
     if not failure.is_of_env or config.is_multi_agent or (episode is None and failure.at.startswith("step")):
         return None
     if episode is None:
         episode = FailedEpisode(begun.seed if begun is not None else UNSEEDED, 0)
-    own, first = table.contexts.get(failure.lane), table.contexts.get(0)
+    own = table.contexts.get(failure.lane)
     task = failure.task or (begun.task if begun is not None else None)
     error, message = in_its_env(failure.error)
     return FailureFacts(
@@ -68,7 +71,7 @@ def facts_of(table: LaneTable, failure: Failure) -> FailureFacts | None:
         num_envs=config.num_envs,
         lane=failure.lane,
         recreated=own is not None and own.recreated,
-        making_seeds=(None if own is None else own.seed, None if first is None else first.seed),
+        making_seeds=(None if own is None else own.seed, vector_seed),
         seed=None if episode.seed == UNSEEDED else episode.seed,
         task=task.as_json() if task is not None else None,
         steps=episode.steps,

@@ -29,6 +29,7 @@ class Planted(gym.Env[Any, Any]):
         )
         self.action_space = gym.spaces.Discrete(4)
         self._kind = env_config["kind"]
+        self._made_as = env_config.vector_index + 10 * env_config.worker_index + (env_config.seed or 0) % 97
         self._noisy_from = env_config.get("noisy_from", LENGTH)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
@@ -48,7 +49,10 @@ class Planted(gym.Env[Any, Any]):
         far = int(self.np_random.integers(1000))
         if self._step >= self._noisy_from:
             far = int.from_bytes(os.urandom(2)) % 1000
-        return {"near": np.full(3, self._sum, np.float32) + self.np_random.random(3, np.float32), "far": far}
+        return {
+            "near": np.full(3, self._sum + self._made_as, np.float32) + self.np_random.random(3, np.float32),
+            "far": far,
+        }
 
     def _crash(self) -> Any:
         match self._kind:
