@@ -23,7 +23,7 @@ from headrace.workers.envs.vector_env import VectorEnv
 from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.reruns import episode_trail, failure_files
 from headrace.workers.reruns.episode_trail import digests
-from headrace.workers.reruns.failure_files import FailureFacts, KeptFailure, failures_of, read_failure
+from headrace.workers.reruns.failure_files import FailureFacts, KeptFailure, failures_of, read_failure, rerun_of
 from headrace.workers.reruns.kept_failures import KeptFailures
 from support.envs.planted import Planted, planted_step
 from support.waiting import TIMEOUT_S
@@ -190,6 +190,7 @@ def test_a_folder_keeps_the_newest_failures_in_bounded_bytes(tmp_path: Path, mon
     commands = [files.put(told, arrays) for _ in range(5)]
     assert commands[-1] == f"headrace rerun {tmp_path} --failure 0-1-5"
     assert sorted(failures_of(tmp_path)) == ["0-1-3", "0-1-4", "0-1-5"]
+    assert [rerun_of(tmp_path, slots) for slots in ([7, 0], [7])] == [commands[-1], ""], "for `headrace why`"
     monkeypatch.setattr(failure_files, "MOST_BYTES", 100_000)
     monkeypatch.setattr(failure_files, "MOST_FILES", 100)
     for _ in range(20):
