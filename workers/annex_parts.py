@@ -7,6 +7,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 _PARTS: Mapping[str, str] = {
+    "KeptFailures": "headrace.workers.reruns.kept_failures",
     "MultiAgentEnvRunner": "headrace.workers.agents.multi_agent_env_runner",
     "RemotePlacement": "headrace.workers.envs.remote.pool",
     "adapted_agents": "headrace.workers.agents.env",

@@ -17,6 +17,7 @@ from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import Observation, observe
 from headrace.deploy.monitoring.process_checks import NUMBER, States, hosts_of, names_of
 from headrace.deploy.report.progress import number
+from headrace.deploy.run.annexes import part
 from headrace.deploy.run.redis_view import crowded_learner
 from headrace.schemas.accounts.consumer_groups import GroupRow
 from headrace.schemas.accounts.env_errors import OF_TASK
@@ -124,7 +125,8 @@ def _failing(facts: Facts, kind: str, slots: Sequence[int]) -> Observation:
         sum(number(state.get(name)) for state in states) for name in ("env_failures", "envs_lost", "num_envs")
     )
     of_all = f"{down:.0f} of {num_envs:.0f} envs"
-    command = next((log for name in names if (log := _log_of(facts, name))), "")
+    rerun = part("rerun_of")(facts.run_dir, slots) if facts.run_dir is not None else ""
+    command = rerun or next((log for name in names if (log := _log_of(facts, name))), "")
     if kind == "envs_down":
         sentence = f"{of_all} of {of} are down; the newest failure, {age_s:.0f} s ago{newest}: {told}"
         return observe(facts, kind, whom, sentence, age_s, command=command, slots=tuple(slots))

@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, str] = {
     "headrace.deploy.annexes.doctor.commands": "",
     "headrace.deploy.annexes.serving.commands": "",
     "headrace.deploy.annexes.recording.commands": "",
+    "headrace.deploy.annexes.rerun.commands": "",
     "headrace.deploy.annexes.ray.commands": "ray",
     "headrace.deploy.annexes.slurm.commands": "slurm",
 }
@@ -26,6 +27,7 @@ _PARTS: Mapping[str, str] = {
     "audit_deeply": "headrace.deploy.annexes.chaos.deep_audit",
     "check_cluster": "headrace.deploy.annexes.ray.cluster",
     "check_start": "headrace.deploy.annexes.doctor.start_check",
+    "rerun_of": "headrace.workers.reruns.failure_files",
     "run_env_host": "headrace.workers.envs.remote.host.process",
     "run_learner": "headrace.learner_stub.reference.training",
     "warn_of_limits": "headrace.deploy.annexes.doctor.limits",

@@ -22,6 +22,7 @@ DIR/health/          a file for each process, for `headrace health` (`health.py`
 DIR/summary.json     facts about the run and its end, for reports (`summary.py`); 0600
 DIR/redis/           the embedded server's data
 DIR/learner.checkpoint    the learner's newest checkpoint, DIR/best.checkpoint the best one so far
+DIR/failures/        the newest failures of envs, for `headrace rerun` (`workers/reruns/failure_files.py`)
 DIR/evaluations.jsonl     the evaluations of checkpoints, a line each (`evaluation_log.py`)
 """
 

@@ -93,11 +93,12 @@ def read_stream(path: Path, most: int, deadline_s: float) -> bytes:
         os.close(descriptor)
 
 
-def replace_private(path: Path, content: bytes, mode: int = 0o600) -> None:
+def replace_private(path: Path, content: bytes, mode: int = 0o600, *, sync: bool = True) -> None:
     """Replace the file at `path` in one step. Its owner alone can read it, whatever the umask. Raises `OSError`.
 
     Another `mode` may let other users read the file. A new file is on the disk before it gets its name: after a fault
-    of the disk it would be empty. Where there was a file, file systems keep one of the two by themselves.
+    of the disk it would be empty. Where there was a file, file systems keep one of the two by themselves. Without
+    `sync` it does not wait for the disk.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.unlink(missing_ok=True)  # left by a process that was killed, or by someone else
@@ -106,7 +107,7 @@ def replace_private(path: Path, content: bytes, mode: int = 0o600) -> None:
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, mode)
             file.write(content)
-            if not path.exists():
+            if sync and not path.exists():
                 file.flush()
                 os.fsync(descriptor)
         aside.replace(path)

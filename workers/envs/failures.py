@@ -71,6 +71,10 @@ class Failure:
     """The task of its episode, or of the reset that failed."""
     view: Any = None
     """The sampler's view of the open episode, if a callback is to see it."""
+    episode: Any = None
+    """The `FailedEpisode` that failed at a step, if it is kept to be repeated."""
+    rerun: str = ""
+    """The command that repeats it; "" where none can."""
 
     @property
     def reason(self) -> Discard:
@@ -107,8 +111,7 @@ class Failure:
             return
         if isinstance(error, CallbackError) and error.__cause__ is not None:
             error = error.__cause__
-        kind = error.kind if isinstance(error, EnvRaisedError) else type(error).__name__
-        message = error.message if isinstance(error, EnvRaisedError) else message_of(error).partition("\n")[0]
+        kind, message = in_its_env(error)
         task = self.task.published if self.task is not None else ""
         groups.note(self.reason.value, _name_of(env), kind, _where(error), message, lambda: _trace(error), task)
 
@@ -131,7 +134,7 @@ class Failure:
             return
         logger.log(
             logging.INFO if self.was_asked_for else logging.ERROR,
-            "env %d failed at %s (%s: %s); %d steps discarded, rebuilding%s (attempt %d of %d)",
+            "env %d failed at %s (%s: %s); %d steps discarded, rebuilding%s (attempt %d of %d)%s",
             self.lane,
             self.at,
             type(error).__name__,
@@ -140,9 +143,17 @@ class Failure:
             f" in {wait_s:.3g} s" if wait_s else "",
             attempt,
             attempts,
+            f"; to repeat it: {self.rerun}" if self.rerun else "",
             exc_info=error if with_traceback and not self.was_asked_for else None,
             extra={"env_index": self.lane, "discarded": self.discarded, "attempt": attempt},
         )
+
+
+def in_its_env(error: BaseException) -> tuple[str, str]:
+    """Return the class name and the message of an error, the same for an env here and for one in another process."""
+    if isinstance(error, EnvRaisedError):
+        return error.kind, error.message
+    return type(error).__name__, message_of(error).partition("\n")[0]
 
 
 def let_go(error: BaseException | None) -> None:

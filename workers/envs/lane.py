@@ -47,6 +47,8 @@ class Episode:
     """Columns of the last steps before the last cut, at most `episode_lookback_horizon`."""
     task: Task | None = None
     """The task with which the env was reset."""
+    trail: list[Any] = field(default_factory=list)
+    """Its pieces of earlier cuts, if they are kept to repeat it."""
 
     @property
     def reset_seed(self) -> int | None:

@@ -86,6 +86,8 @@ class LaneRecovery:
             self._take_down(lane)
             self.refresh()
             del table.failed[0]
+            if table.totals.kept is not None:
+                failure.rerun = table.totals.kept.write(table, failure)
             at_once = _is_mended_at_once(table, lane, failure, now, self._leave_host)
             let_go(failure.error)
             if at_once:
@@ -169,6 +171,8 @@ def _is_mended_at_once(
     if not table.config.restart_failed_sub_environments:
         if failure.about:
             failure.error.add_note(failure.about)
+        if failure.rerun:
+            failure.error.add_note(f"to repeat it: {failure.rerun}")
         raise failure.error
     wait = 0.0
     if failure.is_of_host:

@@ -89,6 +89,8 @@ def run_worker(
             except StoppedError:
                 membership.leave()
                 return
+            life = recorder_dir.parent, membership.slot, membership.incarnation
+            runner.totals.kept = part("KeptFailures")(*life)
             with runner:
                 _work(Worker(config, membership, runner), stopping)
             if stopping.is_set():

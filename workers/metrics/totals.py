@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from headrace.schemas.accounts.env_errors import (
     MOST_GROUPS,
@@ -117,6 +118,8 @@ class RunnerTotals:
     """Task -> (episodes, sum of returns, sum of env steps) of those that ended and are in no batch header yet."""
     timers: Timers = field(default_factory=Timers, compare=False)
     calls: CallMark = field(default_factory=CallMark, compare=False)
+    kept: Any = field(default=None, compare=False)
+    """The `KeptFailures` of a worker, which keeps failed episodes so that they can be repeated. None: none are kept."""
 
     def count_ended(self, task: str, episode_return: float, length: int) -> None:
         """Count an episode that ended, by the name of its task."""

@@ -306,12 +306,21 @@ class LaneSteps(KeptSteps):
         lost = self.fragment.abort(failure.lane)
         assert lost is not None, "only an env with an episode is stepped"
         episode, rows = lost
+        if self._totals.kept is not None and not recorded:
+            first = self.fragment.cursor(failure.lane)  # its chunk's first row again, whose steps are still there
+            where = failure.lane, slice(first, first + rows)
+            failure.episode = self._totals.kept.trail.of(episode, self.fragment.columns, where, self._shows_all)
         failure.discarded = rows if failure.stepped else rows - 1
         failure.at = f"step {episode.steps + rows} of episode {self._id_high:016x}{episode.id_low:016x}"
         self._totals.open -= rows
         self._totals.discard(failure.reason, failure.discarded)
         if episode.chunks:
             self._markers.append(Marker(episode, failure.reason))
+
+    @property
+    def _shows_all(self) -> bool:
+        """Return whether the columns have the observations as the env gave them."""
+        return not self._policy.connectors.sees
 
     def lose_open(self, reason: Discard) -> None:
         for lane in self.envs.lanes:
@@ -352,6 +361,8 @@ class LaneSteps(KeptSteps):
             self._untrained += [(episode.episode_return, episode.steps) for episode in over if not episode.trains]
         self._markers = []
         batch = cut(fragment, delivered, markers, self._policy.spaces, stamp)
+        if self._totals.kept is not None:
+            self._totals.kept.trail.add(batch.columns, delivered, self._shows_all)
         count_cut(batch, delivered, self._totals, self.envs.lanes)
         self._totals.env_steps_delivered = self._totals.delivered
         return delivered, batch

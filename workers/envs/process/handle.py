@@ -104,7 +104,8 @@ class ProcessHandle:
         control = new_memory("headrace-control")
         self.control = Control(control, self.lanes, create=True)
         self.control.begin(-1, Phase.START)
-        self.control.indices[:] = range(self.first_lane, self.first_lane + self.lanes)
+        first = self.first_lane + int(job.get("first_index", 0))
+        self.control.indices[:] = range(first, first + self.lanes)
         self._start(job, control, columns, drain, latch)
 
     def _start(

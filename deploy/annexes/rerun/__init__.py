@@ -1,0 +1,1 @@
+"""The command `headrace rerun`: repeats an episode in which an env failed."""

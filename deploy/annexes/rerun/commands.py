@@ -1,0 +1,115 @@
+"""The command `headrace rerun`: repeats an episode in which an env failed, with the same seed, task and actions."""
+
+from __future__ import annotations
+
+import logging
+import pdb
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.deploy.command.option_table import command
+from headrace.deploy.run.options import Asked
+from headrace.deploy.terminal.logs import Identity, set_up_logging
+from headrace.deploy.terminal.std_streams import say
+from headrace.schemas.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from headrace.deploy.annexes.rerun.replay import Repeated
+    from headrace.workers.reruns.failure_files import FailureFacts, KeptFailure
+
+log = logging.getLogger("headrace.deploy")
+app = typer.Typer()
+
+
+@command(
+    app,
+    "headrace rerun runs/a",
+    "headrace rerun runs/a --list",
+    "headrace rerun runs/a --failure 0-0-3 --pdb",
+    options="run failure listed debug env config sets allow",
+)
+def rerun(
+    asked: Asked,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory, on the host of the worker.")],
+    failure: Annotated[str, typer.Option("--failure", help="Which one; default: the newest.", metavar="NAME")] = "",
+    listed: Annotated[bool, typer.Option("--list", help="List the failures, the newest first.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--pdb", help="Build the env in this process, and stop in a debugger where it fails.")
+    ] = False,
+) -> None:
+    """Repeat an episode in which an env failed: build the env, reset it, and send it the same actions.
+
+    Compare each observation and reward with those of the worker. Exit code 0: it failed as before. 1: it did not.
+    """
+    from headrace.workers.reruns.failure_files import failures_of, read_failure
+
+    set_up_logging(Identity("", "rerun"))
+    names = failures_of(run)
+    if not names:
+        raise ConfigError(f"no failure of an env is kept in {run}; a worker elsewhere keeps them on its own host")
+    if listed:
+        say("\n".join(_line(read_failure(run, name)) for name in names))
+        return
+    kept = read_failure(run, failure or names[0])
+    say(_line(kept))
+    repeated = _repeat(asked, run, kept, debug=debug)
+    if repeated.error is not None and not debug:
+        say("".join(traceback.format_exception(repeated.error)).rstrip())
+    say(verdict(kept.facts, repeated))
+    from headrace.deploy.annexes.rerun.replay import is_same
+
+    if repeated.error is None or repeated.difference or not is_same(kept.facts, repeated.error):
+        raise typer.Exit(int(ExitCode.FAILURE))
+
+
+def _repeat(asked: Asked, run: Path, kept: KeptFailure, *, debug: bool) -> Repeated:
+    from headrace.deploy.annexes.rerun.replay import repeat
+    from headrace.deploy.trained.saved_policy import settings_for
+    from headrace.workers.config import runner_config
+    from headrace.workers.fleet.user_side import envs_apart
+
+    settings = settings_for(str(run), asked).settings.replaced({"fleet.run_dir": ""})
+    facts, sampling = kept.facts, settings.sampling
+    if (facts.env, facts.env_config) != (str(sampling.env), sampling.env_config):
+        log.warning("the settings have changed since: the worker's env was %s, %s", facts.env, facts.env_config)
+    with envs_apart() as calls:
+        return repeat(runner_config(settings), kept, calls, _debug if debug else None)
+
+
+def _debug(repeated: Repeated, error: BaseException) -> None:
+    say(f"{type(error).__name__} at {repeated.at}: {error}")
+    if error.__traceback__ is None:
+        say("It was found in what the env returned, so there is no place in the env to stop at.")
+    else:
+        pdb.post_mortem(error.__traceback__)
+
+
+def _line(kept: KeptFailure) -> str:
+    facts = kept.facts
+    said = f"{kept.name}: env {facts.lane} of worker {facts.worker_index} failed at {facts.at}: "
+    return (
+        said + f"{facts.error}: {facts.message}" + (f" (cannot be repeated: {facts.problem})" if facts.problem else "")
+    )
+
+
+def verdict(facts: FailureFacts, repeated: Repeated) -> str:
+    """Say what came of the repetition."""
+    from headrace.deploy.annexes.rerun.replay import is_same
+    from headrace.workers.envs.failures import in_its_env
+
+    said = []
+    if repeated.difference:
+        said.append(
+            f"differs from what the worker saw at {repeated.differs_at} ({repeated.difference}): the env is not "
+            "deterministic, or keeps something from one episode to the next"
+        )
+    if repeated.error is None:
+        said.append(f"did not fail: its last call was {repeated.at}")
+    else:
+        kind, message = in_its_env(repeated.error)
+        same = "the same error" if is_same(facts, repeated.error) else f"another error: {kind}: {message}"
+        said.append(f"failed again at {repeated.at} with {same}")
+    return "\n".join(said)

@@ -1,0 +1,242 @@
+"""`headrace rerun`: planted crashes are found at their step, and an env that is not deterministic with its own."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from headrace.deploy.annexes.rerun.commands import verdict
+from headrace.deploy.annexes.rerun.replay import Repeated, is_same, repeat
+from headrace.schemas.errors import ConfigError, RunDirError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.envs.vector_env import VectorEnv
+from headrace.workers.metrics.call_mark import CallMark
+from headrace.workers.reruns import episode_trail, failure_files
+from headrace.workers.reruns.episode_trail import digests
+from headrace.workers.reruns.failure_files import FailureFacts, KeptFailure, failures_of, read_failure, rerun_of
+from headrace.workers.reruns.kept_failures import KeptFailures
+from support.envs.planted import Planted, planted_step
+from support.waiting import TIMEOUT_S
+
+ENV = "support.envs.planted:Planted"
+
+
+def config_of(kind: str, placement: str = "inline", env: str = ENV, **settings: Any) -> EnvRunnerConfig:
+    env_config = {"kind": kind, **settings.pop("env_config", {})}
+    given = {"num_envs": 3, "seed": 4, "rollout_fragment_length": 7, "env_restart_attempts": 1000, **settings}
+    return EnvRunnerConfig(env=env, env_config=env_config, env_placement=placement, **given)
+
+
+def failed(config: EnvRunnerConfig, run: Path, number: int) -> list[KeptFailure]:
+    """Sample until so many failures are kept."""
+    with SingleAgentEnvRunner(config, worker_index=2) as runner:
+        runner.totals.kept = KeptFailures(run, 2, 0)
+        while len(failures_of(run)) < number:
+            runner.sample_fragment()
+    return [read_failure(run, name) for name in failures_of(run)]
+
+
+def repeated_of(config: EnvRunnerConfig, kept: KeptFailure, **options: Any) -> Repeated:
+    return repeat(config, kept, CallMark(), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "placement"), [("raise", "inline"), ("shape", "inline"), ("raise", "process"), ("exit", "process")]
+)
+def test_each_planted_crash_is_found_at_its_step(kind: str, placement: str, tmp_path: Path) -> None:
+    config = config_of(kind, placement)
+    crashes = failed(config, tmp_path, 5)
+    assert any(kept.facts.steps > 2 * 7 for kept in crashes), "some steps were cut before the crash"
+    for kept in crashes:
+        assert kept.facts.steps == planted_step(kept.facts.seed or 0)
+        assert len(kept.arrays["obs/near"]) == len(kept.arrays["rewards"]) == kept.facts.steps
+        repeated = repeated_of(config, kept)
+        assert (repeated.at, repeated.difference) == (f"step {kept.facts.steps}", "")
+        assert repeated.error is not None
+        assert is_same(kept.facts, repeated.error)
+        assert verdict(kept.facts, repeated) == f"failed again at step {kept.facts.steps} with the same error"
+
+
+def test_a_crash_in_a_process_at_its_own_pace_is_found_at_its_step(tmp_path: Path) -> None:
+    config = config_of("raise", "process", envs_per_process=1, remote_env_batch_wait_ms=0.0)
+    for kept in failed(config, tmp_path, 2):
+        repeated = repeated_of(config, kept)
+        assert (repeated.at, repeated.difference) == (f"step {planted_step(kept.facts.seed or 0)}", "")
+
+
+def test_a_hang_is_found_at_its_step(tmp_path: Path) -> None:
+    config = config_of("hang", "process", env_step_timeout_s=1.0)
+    (kept,) = failed(config, tmp_path, 1)[:1]
+    repeated = repeated_of(config, kept)
+    assert (repeated.at, kept.facts.error) == (f"step {planted_step(kept.facts.seed or 0)}", "EnvHangError")
+    assert repeated.error is not None
+    assert is_same(kept.facts, repeated.error)
+
+
+def test_an_env_that_is_not_deterministic_is_named_with_its_step(tmp_path: Path) -> None:
+    config = config_of("raise", env_config={"noisy_from": 5})
+    crashes = [kept for kept in failed(config, tmp_path, 4) if kept.facts.steps > 12]
+    assert crashes
+    for kept in crashes:
+        repeated = repeated_of(config, kept)
+        assert repeated.differs_at == "step 5"
+        assert repeated.difference.startswith("observation far: ")
+        assert "the env is not deterministic" in verdict(kept.facts, repeated)
+        assert repeated.at == f"step {kept.facts.steps}", "it goes on to the failure"
+
+
+def test_a_reward_that_is_not_the_workers_is_named_with_its_step(tmp_path: Path) -> None:
+    config = config_of("raise", env_to_module=["headrace.workers.connectors:MeanStd"], env="support.envs.planted:near")
+    kept = next(kept for kept in failed(config, tmp_path, 3) if kept.facts.steps > 5)
+    assert not any(name.startswith("obs") for name in kept.arrays), "the module saw others than the env gave"
+    assert repeated_of(config, kept).difference == ""
+    others = kept.arrays["rewards"].copy()
+    others[3] += 1.0
+    repeated = repeated_of(config, replace(kept, arrays={**kept.arrays, "rewards": others}))
+    assert (repeated.differs_at, repeated.difference[:7]) == ("step 4", "reward ")
+
+
+class Pair(VectorEnv):
+    """Planted envs that step together."""
+
+    def __init__(self, context: Any) -> None:
+        self._config, self.envs = context, [Planted(context) for _ in range(context.num_envs)]
+        super().__init__(self.envs[0].observation_space, self.envs[0].action_space, context.num_envs)
+
+    def reset_at(self, index: int | None = None, *, seed: int | None = None, options: Any = None) -> Any:
+        return self.envs[index or 0].reset(seed=seed, options=options)
+
+    def restart_at(self, index: int | None = None) -> None:
+        self.envs[index or 0] = Planted(self._config)
+
+    def vector_step(self, actions: Sequence[Any]) -> Any:
+        rows = [self._step(env, action) for env, action in zip(self.envs, actions, strict=True)]
+        return tuple(zip(*rows, strict=True))
+
+    def _step(self, env: Planted, action: Any) -> Any:
+        if action is None:
+            return None, 0.0, False, False, {}
+        try:
+            return env.step(action)
+        except ValueError as error:
+            return error, 0.0, True, False, {}
+
+
+def test_one_env_of_a_vector_is_repeated_alone(tmp_path: Path) -> None:
+    config = config_of("raise").model_copy(update={"env": Pair})
+    crashes = failed(config, tmp_path, 4)
+    assert {kept.facts.lane for kept in crashes} != {0}
+    for kept in crashes:
+        repeated = repeated_of(config, kept)
+        assert (repeated.at, repeated.difference) == (f"step {planted_step(kept.facts.seed or 0)}", "")
+
+
+def test_a_native_vector_keeps_no_failure_that_cannot_be_repeated(tmp_path: Path) -> None:
+    config = config_of("raise").model_copy(update={"env": sync_vector})
+    with SingleAgentEnvRunner(config) as runner:
+        runner.totals.kept = KeptFailures(tmp_path, 0, 0)
+        while not runner.totals.env_failures:
+            runner.sample_fragment()
+    assert failures_of(tmp_path) == []
+
+
+def sync_vector(context: Any) -> Any:
+    return gym.vector.SyncVectorEnv([lambda: Planted(context)] * context.num_envs)
+
+
+def test_steps_that_a_worker_no_longer_keeps_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("raise")
+    monkeypatch.setattr(episode_trail, "MOST_BYTES", 2000)
+    kept = next(kept for kept in failed(config, tmp_path, 9) if 7 < kept.facts.steps < 21 and not kept.facts.problem)
+    assert len(kept.arrays["obs/far"]) < kept.facts.steps, "observations go first"
+    assert (repeated_of(config, kept).at, repeated_of(config, kept).difference) == (f"step {kept.facts.steps}", "")
+    monkeypatch.setattr(episode_trail, "MOST_BYTES", 100)
+    (long,) = [kept for kept in failed(config, tmp_path / "b", 9) if kept.facts.steps > 30][:1]
+    with pytest.raises(ConfigError, match="its first steps are no longer known"):
+        repeated_of(config, long)
+
+
+def test_an_episode_without_a_seed_says_why_it_cannot_be_repeated(tmp_path: Path) -> None:
+    config = config_of("raise", seed_every_episode=False)
+    kept = next(
+        kept for kept in failed(config.model_copy(update={"env": unseeded}), tmp_path, 25) if kept.facts.seed is None
+    )
+    with pytest.raises(ConfigError, match="set seed_every_episode = true"):
+        repeated_of(config, kept)
+
+
+def unseeded(env_config: Any) -> Any:
+    class Unseeded(Planted):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return super().reset(seed=7 if seed is None else seed)
+
+    return Unseeded(env_config)
+
+
+def test_a_folder_keeps_the_newest_failures_in_bounded_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = some_facts(tmp_path)
+    files, arrays = KeptFailures(tmp_path, 0, 1), {"rewards": np.zeros(1000)}
+    monkeypatch.setattr(failure_files, "MOST_FILES", 3)
+    commands = [files.put(told, arrays) for _ in range(5)]
+    assert commands[-1] == f"headrace rerun {tmp_path} --failure 0-1-5"
+    assert sorted(failures_of(tmp_path)) == ["0-1-3", "0-1-4", "0-1-5"]
+    assert [rerun_of(tmp_path, slots) for slots in ([7, 0], [7])] == [commands[-1], ""], "for `headrace why`"
+    monkeypatch.setattr(failure_files, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(failure_files, "MOST_FILES", 100)
+    for _ in range(20):
+        files.put(told, arrays)
+    assert len(failures_of(tmp_path)) in (11, 12)
+    assert files.put(told, {"rewards": np.zeros(2000)}) == ""
+    assert read_failure(tmp_path, failures_of(tmp_path)[0]).facts.problem
+    (tmp_path / "failures" / "0-1-26.failure").write_bytes(b"torn")
+    with pytest.raises(RunDirError, match="cannot be read"):
+        read_failure(tmp_path, "0-1-26")
+    with pytest.raises(ConfigError, match="--list"):
+        read_failure(tmp_path, "../../secret")
+
+
+def some_facts(folder: Path) -> FailureFacts:
+    return failed(config_of("raise"), folder / "other", 1)[0].facts
+
+
+def test_digests_differ_where_one_byte_does() -> None:
+    rows = np.zeros((200, 21), np.uint8)
+    rows[np.arange(168), np.arange(168) // 8] = 1 << (np.arange(168) % 8)
+    assert len({*digests(rows[:169]).tolist()}) == 169
+    assert digests(rows[180:]).tolist() == [digests(rows[199:])[0]] * 20
+    swapped = np.arange(16.0)[None]
+    assert digests(swapped)[0] != digests(swapped[:, ::-1])[0]
+
+
+def test_a_fleet_keeps_its_failures_and_names_the_command(tmp_path: Path) -> None:
+    run = tmp_path / "a run"
+    settings = ["sampling.env_config.kind=raise", "logging.interval_s=1", "sampling.env_restart_attempts=1000"]
+    flags = [part for setting in settings for part in ("--set", setting)]
+    up = headrace("up", "--env", ENV, "--workers", "1", "--until-steps", "600", "--run-dir", str(run), *flags)
+    assert up.returncode == 0, up.stderr
+    text = (run / "logs" / "worker-0.log").read_text()
+    (command, *_) = re.findall(r"to repeat it: headrace (rerun .*? --failure [-\d]+)", text)
+    rerun = headrace(*shlex.split(command))
+    assert rerun.returncode == 0, rerun.stderr
+    assert re.search(r"failed again at step \d+ with the same error", rerun.stdout)
+    assert "in _crash" in rerun.stdout, "the traceback"
+    listed = headrace("rerun", str(run), "--list").stdout.splitlines()
+    assert len(listed) == len(failures_of(run)) > 1
+    debugged = headrace("rerun", str(run), "--pdb", stdin="p self._sum * 1000\nq\n")
+    kept = read_failure(run, failures_of(run)[0])
+    assert f"{1000 * int(kept.arrays['actions'].sum())}" in debugged.stdout, "it stands in the env's step"
+
+
+def headrace(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headrace.deploy", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, input=stdin)

@@ -1,0 +1,72 @@
+"""An env with planted crashes: the seed of a reset says whether the episode crashes, and at which step."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+LENGTH = 60
+
+
+def planted_step(seed: int) -> int:
+    """Return the step at which an episode crashes, or one after its end."""
+    return 3 + seed % (LENGTH * 3 // 2)
+
+
+class Planted(gym.Env[Any, Any]):
+    """`kind`: what the crash is. `noisy_from`: the step from which on observations do not depend on the seed."""
+
+    def __init__(self, env_config: Any) -> None:
+        self.observation_space = gym.spaces.Dict(
+            {
+                "near": gym.spaces.Box(-np.inf, np.inf, (3,), np.float32),
+                "far": gym.spaces.Discrete(1000),
+            }
+        )
+        self.action_space = gym.spaces.Discrete(4)
+        self._kind = env_config["kind"]
+        self._made_as = env_config.vector_index + 10 * env_config.worker_index + (env_config.seed or 0) % 97
+        self._noisy_from = env_config.get("noisy_from", LENGTH)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        assert seed is not None
+        self._crash_at, self._step, self._sum = planted_step(seed), 0, 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> Any:
+        self._step += 1
+        self._sum += int(action)
+        if self._step == self._crash_at:
+            return self._crash()
+        return self._observation(), self._sum / 7, False, self._step == LENGTH, {}
+
+    def _observation(self) -> dict[str, Any]:
+        far = int(self.np_random.integers(1000))
+        if self._step >= self._noisy_from:
+            far = int.from_bytes(os.urandom(2)) % 1000
+        return {
+            "near": np.full(3, self._sum + self._made_as, np.float32) + self.np_random.random(3, np.float32),
+            "far": far,
+        }
+
+    def _crash(self) -> Any:
+        match self._kind:
+            case "raise":
+                raise ValueError(f"planted after {self._sum}")
+            case "shape":
+                return {"near": np.zeros(4, np.float32), "far": 0}, 0.0, False, False, {}
+            case "exit":
+                os._exit(3)
+        time.sleep(3600)
+        return None
+
+
+def near(env_config: Any) -> Any:
+    """Return an env that shows a part of the observations."""
+    space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    return gym.wrappers.TransformObservation(Planted(env_config), lambda seen: seen["near"], space)

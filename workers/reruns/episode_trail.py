@@ -1,0 +1,173 @@
+"""The steps of open episodes that were cut already, kept by reference, so that an episode that fails can be repeated.
+
+    cut 0  ▮▮▮▮▮▮▮▮   cut 1  ▮▮▮▮▮▮▮▮   open fragment  ▮▮▮            a failed episode: its rows in each of them
+
+A step costs nothing, and a cut costs one object for each open episode. Rows are read when an episode has failed. A cut
+is let go with the last of its episodes, or by `MOST_BYTES`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.chunks.batch import is_obs_column
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.workers.envs.actions import action_root
+from headrace.workers.envs.lane import Episode
+from headrace.workers.sampling.cutting import Columns
+from headrace.workers.sampling.fragment import OpenChunk
+
+MOST_BYTES = 32 << 20
+"""The most bytes of cuts that a runner keeps. Beyond it the oldest cuts lose their observations, then all steps."""
+
+
+@dataclass(slots=True, eq=False)
+class FailedEpisode:
+    """An episode that failed, as it can be repeated; `problem` says in words why it cannot, "" if it can."""
+
+    seed: int
+    """Seed of its reset, or UNSEEDED."""
+    steps: int
+    """Number of actions that the env was sent, the one at which it failed included."""
+    problem: str = ""
+    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """The env's actions and "rewards", (steps, ...); the last reward has no meaning. "obs/...": uint64, digests of the
+    observations before the last steps; empty where connectors change observations."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Cut:
+    columns: dict[str, NDArray[np.generic]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.nbytes for column in self.columns.values())
+
+    def drop(self, *, all_steps: bool) -> None:
+        self.columns = {} if all_steps else {n: column for n, column in self.columns.items() if not is_obs_column(n)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """`steps` steps of an episode in a cut, from row `start` on. Their observations begin at row `first`."""
+
+    cut: _Cut
+    start: int
+    first: int
+    steps: int
+
+
+class Trail:
+    """The cuts of the open episodes of a runner. `shows_all`: a cut has the observations as the env gave them."""
+
+    def __init__(self) -> None:
+        self._cuts: list[weakref.ref[_Cut]] = []
+        self._nbytes = 0
+        """An upper bound of the bytes in `_cuts`, some of which may be gone."""
+
+    def add(self, columns: Columns, chunks: Sequence[OpenChunk], shows_all: bool) -> None:
+        """Keep those of the cut `columns` that repeat steps, for the `chunks` in them whose episodes go on."""
+        cut, start = _Cut(_needed(columns, shows_all)), 0
+        for index, chunk in enumerate(chunks):
+            steps = chunk.stop - chunk.start
+            if chunk.end is ChunkEnd.ONGOING:
+                chunk.episode.trail.append(Piece(cut, start, start + index, steps))
+            start += steps
+        self._cuts.append(weakref.ref(cut))
+        self._nbytes += cut.nbytes
+        if self._nbytes > MOST_BYTES:
+            del cut  # it is let go if no episode goes on
+            self._shrink()
+
+    def _shrink(self) -> None:
+        cuts = [cut for ref in self._cuts if (cut := ref()) is not None]
+        self._nbytes = sum(cut.nbytes for cut in cuts)
+        for all_steps in (False, True):
+            for cut in cuts:
+                if self._nbytes <= MOST_BYTES * 3 // 4:
+                    break
+                self._nbytes -= cut.nbytes
+                cut.drop(all_steps=all_steps)
+                self._nbytes += cut.nbytes
+        self._cuts = [weakref.ref(cut) for cut in cuts if cut.columns]
+
+    def of(self, episode: Episode, columns: Columns, where: tuple[int, slice], shows_all: bool) -> FailedEpisode:
+        """Return the episode, which failed at the last of the rows `where` (lane, rows) in a fragment's `columns`.
+
+        Its observations are those from the oldest on after which none was let go.
+        """
+        parts = [_rows(piece) for piece in episode.trail]
+        parts.append({name: column[where] for name, column in _needed(columns, shows_all).items()})
+        known = sum(len(part.get("rewards", ())) for part in parts)
+        failed = FailedEpisode(episode.seed, episode.steps + where[1].stop - where[1].start)
+        if episode.reset_seed is None:
+            failed.problem = (
+                "its reset got no seed, so it depends on the episodes before; set seed_every_episode = true"
+            )
+        elif known != failed.steps:
+            failed.problem = f"its first steps are no longer known: a worker keeps {MOST_BYTES >> 20} MiB of them"
+        else:
+            failed.arrays = _joined(parts)
+        return failed
+
+
+def _needed(columns: Columns, shows_all: bool) -> dict[str, NDArray[np.generic]]:
+    """Return the env's actions as "actions", the rewards, and the observations if these are the env's own."""
+    root, needed = action_root(columns), {}
+    for name, column in columns.items():
+        first, slash, rest = name.partition("/")
+        if first == root:
+            needed["actions" + slash + rest] = column
+        elif name == "rewards" or (shows_all and is_obs_column(name)):
+            needed[name] = column
+    return needed
+
+
+def _rows(piece: Piece) -> dict[str, NDArray[np.generic]]:
+    """Return the rows of a piece: a row for each step, with the observation before it."""
+    rows = {}
+    for name, column in piece.cut.columns.items():
+        first = piece.first if is_obs_column(name) else piece.start
+        rows[name] = column[first : first + piece.steps]
+    return rows
+
+
+def _joined(parts: Sequence[Mapping[str, NDArray[np.generic]]]) -> dict[str, NDArray[np.generic]]:
+    """Return the rows of all parts in one array for each name, and digests in the place of observations."""
+    joined = {}
+    for name in parts[-1]:
+        lacking = max((number for number, part in enumerate(parts) if name not in part), default=-1)
+        rows = [part[name] for part in parts[lacking + 1 :]]
+        joined[name] = np.concatenate([digests(part) for part in rows] if is_obs_column(name) else rows)
+    return joined
+
+
+_MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(32)
+_BLOCK_BYTES = 1 << 20
+
+
+def digests(rows: NDArray[np.generic]) -> NDArray[np.uint64]:
+    """Return a number for each row, uint64 (rows,), that is another one where a byte of the row differs."""
+    width = rows[0].nbytes if len(rows) else 0
+    if not width:
+        return np.zeros(len(rows), np.uint64)
+    words = -(-width // 8)
+    made = np.zeros(len(rows), np.uint64)
+    places = np.arange(1, words + 1, dtype=np.uint64) * _MIX[0]
+    step = max(_BLOCK_BYTES // width, 1)
+    for start in range(0, len(rows), step):
+        block = np.ascontiguousarray(rows[start : start + step])
+        padded = np.zeros((len(block), 8 * words), np.uint8)
+        padded[:, :width] = block.reshape(len(block), -1).view(np.uint8).reshape(len(block), width)
+        mixed = (padded.view(np.uint64) + places) * _MIX[1]
+        mixed ^= mixed >> _MIX[2]
+        mixed *= _MIX[0]
+        mixed ^= mixed >> _MIX[2]
+        made[start : start + step] = mixed.sum(axis=1, dtype=np.uint64)
+    return made
