@@ -82,8 +82,10 @@ class StreamDataset(IterableDataset[Any]):
     - options: those of `EpisodeStream.of`. `commit_lag` must be at least the loader's `prefetch_factor`, times a
       `batch_size`; it is 3, for the usual 2 and one more. `batch_timeout_s` counts at rank 0, whose end is that of all.
 
-    The process that makes the dataset has the `WeightPublisher`. One loop over it at a time. With `num_workers=0` it is
-    a stream of this process. Raises `ConfigError` for `auto_commit=False`: give `EpisodeDataset` a stream then.
+    The process that makes the dataset has the `WeightPublisher`, which it opens after it. A stream that told it the
+    spaces it closes before both. One loop at a time. With `num_workers=0` the dataset is a stream of this process.
+
+    Raises `ConfigError` for `auto_commit=False`: give `EpisodeDataset` a stream then.
     """
 
     def __init__(
