@@ -80,9 +80,17 @@ class StallDetector:
             return "waiting for the broker"
         if not workers:
             return "waiting for a first worker"
+        if self._no_weights:
+            return f"{workers} workers wait for first weights; call weights.publish(...) before you ask for a batch"
         waiting_for = told[0].waiting_for
         round_ = f"; the round of synchronous sampling waits for {waiting_for}" if waiting_for else ""
         return f"of {workers} workers {blocked} wait for this learner{round_}"
+
+    @property
+    def _no_weights(self) -> bool:
+        """Return whether there are workers, and no weights for them, by the brokers' last status."""
+        told = self._told()
+        return any(status.workers for status in told) and not any(status.published[1] for status in told)
 
     @property
     def _all_wait(self) -> bool:

@@ -27,8 +27,9 @@ class UnknownEnvError(EnvError):
     def __init__(self, env: str, reason: str) -> None:
         self.env, self.reason = env, reason
         super().__init__(
-            f"environment {env!r} cannot be found: {reason}; give a registered gymnasium id or 'module:id', "
-            "'package.module:make_env', an environment class, or a callable that takes an EnvContext"
+            f"environment {env!r} cannot be found: {reason}; give a registered gymnasium id, 'module:id' with the "
+            "module of yours that registers it, 'package.module:make_env', an environment class, or a callable that "
+            "takes an EnvContext"
         )
 
 

@@ -109,7 +109,8 @@ class Faulty(gym.Env):
             raise RuntimeError("the scene is missing")
         if self.fault == "seed":
             np.random.RandomState(seed)
-        return np.zeros(4 if self.fault == "shape" else 3, np.float32), {}
+        info = {"scene": self} if self.fault == "reset info" else {}
+        return np.zeros(4 if self.fault == "shape" else 3, np.float32), info
 
     def step(self, action):
         if self.fault == "hang":
@@ -117,7 +118,7 @@ class Faulty(gym.Env):
         if self.fault == "step":
             raise RuntimeError("no such joint")
         kind = np.float64 if self.fault == "dtype" else np.float32
-        answer = np.zeros(3, kind), 0.0, False, False, {}
+        answer = np.zeros(3, kind), 0.0, False, False, {"scene": self} if self.fault == "info" else {}
         return answer[:4] if self.fault == "answer" else answer
 
 
@@ -279,11 +280,15 @@ def test_a_module_must_give_the_outputs_that_the_learner_needs() -> None:
         ("step", "at its first step: RuntimeError: no such joint; correct the env"),
         ("dtype", r"at its first step: observation should be float32 \(3,\), got float64 \(3,\)"),
         ("answer", "at its first step: answer of step should be .*, got 4 values"),
+        ("reset info", r"at its first reset: info should be plain .* sampling.infos is none, got info\['scene'\]"),
+        ("info", r"at its first step: info should be plain .* sampling.infos is none, got info\['scene'\]"),
     ],
 )
 def test_an_env_is_reset_and_stepped_once(fault: str, said: str) -> None:
     sampling = {"env": "user:Faulty", "env_config": {"fault": fault}}
     assert re.search(f"env 'user:Faulty' failed {said}", mistake(sampling=sampling))
+    if "info" in fault:
+        check_start(config(sampling={**sampling, "infos": "none"}), lambda step: None)
 
 
 @pytest.mark.usefixtures("user_code")
@@ -385,6 +390,10 @@ def test_the_error_for_an_unregistered_env_names_its_package(monkeypatch: pytest
         monkeypatch.delitem(gym.registry, env_id, raising=False)
     assert "ale_py:ALE/Breakout-v5" in mistake(sampling={"env": "ALE/Breakout-v5"})
     assert "minigrid:MiniGrid-Empty-5x5-v0" in mistake(sampling={"env": "MiniGrid-Empty-5x5-v0"})
+
+
+def test_the_error_for_an_env_that_workers_do_not_know_names_the_module_that_registers_it() -> None:
+    assert "'module:id' with the module of yours that registers it" in mistake(sampling={"env": "Mine-v0"})
 
 
 def test_the_error_for_a_mission_space_names_the_wrapper_that_removes_it() -> None:

@@ -1,10 +1,14 @@
-"""The PPO of the guide learns on a fleet."""
+"""The PPO of the guide learns on a fleet, and takes updates of any number of steps."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from bench.own_ppo import of_fleet
+from bench.own_ppo import of_fleet, program
+from headrace.learner_stub import to_torch, with_own_logp
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.modules import actor_critic
 
 
 @pytest.mark.slow
@@ -12,3 +16,12 @@ from bench.own_ppo import of_fleet
 def test_the_ppo_of_the_guide_learns_cartpole() -> None:
     run = of_fleet("fleet", "CartPole-v1", seed=1, steps=80_000)
     assert run.best > 100, run  # an untrained policy has about 22
+
+
+def test_a_last_minibatch_of_one_step_leaves_the_weights_finite() -> None:
+    ppo = program("CartPole-v1")
+    settings = EnvRunnerConfig(env="CartPole-v1", rollout_fragment_length=ppo.MINIBATCH + 1, seed=0)
+    with SingleAgentEnvRunner(settings) as runner:
+        batch, module = runner.sample_fragment(), actor_critic(runner.spaces)
+    ppo.train(module, torch.optim.Adam(module.parameters()), to_torch(with_own_logp(module, batch).episodes()))
+    assert all(torch.isfinite(weights).all() for weights in module.parameters())

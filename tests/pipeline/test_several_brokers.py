@@ -260,6 +260,16 @@ def test_a_wait_asks_for_a_larger_window_once_a_second_while_a_worker_waits_for_
     assert hints(workers_blocked=1, uncommitted=0) == [False] * 6
 
 
+def test_a_wait_for_workers_without_weights_names_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    session = LearnerSession("token", StreamLimits())
+    session.state, stall = LearnerSessionState.ACTIVE, StallDetector([session])
+    for published, workers in (((1, 1), 2), ((0, 0), 0), ((0, 0), 2)):
+        assert "publish" not in caplog.text
+        session.status = Status(epoch=1, workers=workers, published=published)
+        stall.add_wait(10.0)
+    assert "2 workers wait for first weights; call weights.publish(...) before" in caplog.text
+
+
 def test_a_broker_gives_out_and_takes_only_its_own_slots(
     brokers: list[BrokerThread], start_feeder: StartFeeder
 ) -> None:

@@ -91,7 +91,8 @@ def told_info(info: Any) -> tuple[dict[str, Any], bytes]:
     except BaseException as error:
         raise_stop(error)
         seen = f"{_place_of_bad(info)} ({message_of(error):.200})"
-        raise EnvContractError("info", seen, "plain values and arrays, as JSON can hold") from error
+        due = "plain values and arrays, as JSON can hold, unless sampling.infos is none"
+        raise EnvContractError("info", seen, due) from error
 
 
 def own_info(info: Any) -> dict[str, Any]:

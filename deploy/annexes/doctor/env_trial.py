@@ -21,7 +21,7 @@ from headrace.schemas.errors import ConfigError, EnvContractError, EnvError, wor
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.actions import RandomActions, to_env_form
-from headrace.workers.envs.checks import take_apart, take_reset_apart
+from headrace.workers.envs.checks import own_info, take_apart, take_reset_apart
 from headrace.workers.envs.context import StepFailedRecreateEnv
 from headrace.workers.envs.driver import own_driver
 from headrace.workers.envs.error_text import seed_hint
@@ -41,6 +41,7 @@ class _Trial:
         self.seed = config.max_env_seed // 2 + 1
         """A seed as large as workers' seeds are, of which half are above it."""
         self.took_s: dict[str, float] = {}
+        self.tell = own_info if config.infos == "all" else None
 
     @contextmanager
     def at(self, what: str, envs: int = 1) -> Iterator[None]:
@@ -95,9 +96,11 @@ def _try_one(trial: _Trial, env: Any, spaces: Spaces, *, check_bounds: bool) -> 
     with trial.at("reset"):
         observation, info = take_reset_apart(env.reset(seed=trial.seed))
         _raise_first(seen.put(None, [observation]))
+        if trial.tell is not None:
+            trial.tell(info)
     with trial.at("step"):
         action = _sample(spaces, seen, info)
-        failures = step_all([EnvSlot(0, env, env.step)], [action], seen, 1).failures
+        failures = step_all([EnvSlot(0, env, env.step)], [action], seen, 1, trial.tell).failures
         if failures:
             raise failures[0].error
 
