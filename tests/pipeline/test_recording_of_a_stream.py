@@ -26,6 +26,12 @@ from support.pipeline.delivery import BrokerThread, Envs, Feeder, StartBroker, S
 from support.waiting import TIMEOUT_S, wait_until
 
 
+@pytest.fixture(autouse=True)
+def _short_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a last file that is not full be written after 5 s."""
+    monkeypatch.setattr(recording_loop, "FLUSH_AGE_S", 5.0)
+
+
 @pytest.fixture
 def broker(start_broker: StartBroker) -> BrokerThread:
     """A broker whose workers wait for the group "record"."""
