@@ -58,8 +58,9 @@ class UpdateSize:
     def end(self) -> None:
         """Note that the learner has trained on all batches handed out."""
         self.has_ended = True
-        if self._gathered:
-            self._recent.append(self._gathered)
+        if not self._gathered:
+            return
+        self._recent.append(self._gathered)
         self._gathered, self._widened, self._round = 0, 1, 0
         self._commits.clear()
         self._commits.append(0)

@@ -77,6 +77,20 @@ def test_a_round_larger_than_the_workers_windows_comes(
             stream.commit()
 
 
+def test_weights_published_while_a_round_is_awaited_do_not_keep_it_away(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
+    at = broker.endpoints.learner
+    with EpisodeStream(at) as stream, WeightPublisher(at) as weights:
+        _start(start_feeder, broker, 2)
+
+        def came() -> bool:
+            weights.publish(WEIGHTS)
+            return bool(stream.round_of(100, 0.7))
+
+        wait_until(came, "a round")
+
+
 def test_a_round_for_which_no_worker_can_make_room_is_an_error(
     broker: BrokerThread, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
