@@ -74,8 +74,7 @@ class StallDetector:
         """Return, in words, what the answering brokers last reported of the workers."""
         if self._rank:
             return "waiting for the next round of rank 0"
-        told = self._told()
-        workers, blocked = sum(status.workers for status in told), sum(status.workers_blocked for status in told)
+        told, (workers, blocked) = self._told(), self._workers()
         if not told:
             return "waiting for the broker"
         if not workers:
@@ -89,15 +88,18 @@ class StallDetector:
     @property
     def _no_weights(self) -> bool:
         """Return whether there are workers, and no weights for them, by the brokers' last status."""
-        told = self._told()
-        return any(status.workers for status in told) and not any(status.published[1] for status in told)
+        return self._workers()[0] > 0 and not any(status.published[1] for status in self._told())
 
     @property
     def _all_wait(self) -> bool:
         """Return whether, by the brokers' last status, every worker's window is full and a commit would make room."""
-        told = self._told()
-        workers, blocked = sum(status.workers for status in told), sum(status.workers_blocked for status in told)
+        workers, blocked = self._workers()
         return 0 < workers == blocked and self._uncommitted() > 0
+
+    def _workers(self) -> tuple[int, int]:
+        """Return the numbers of all workers, and of those that wait for this learner."""
+        told = self._told()
+        return sum(status.workers for status in told), sum(status.workers_blocked for status in told)
 
     def _told(self) -> list[Status]:
         """Return the last status of each broker that answers."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 EXAMPLES_FOLDER = Path(__file__).parents[2] / "docs/examples"
 EXAMPLES = tuple(sorted(path.stem for path in EXAMPLES_FOLDER.glob("*.py") if "headrace up" in path.read_text()))
-"""Those beside a fleet; the others start one of their own."""
+"""The examples that run beside a fleet. The others start one of their own."""
 
 
 def words_of(example: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""What a worker keeps of an episode in which an env fails, so that `headrace rerun` can repeat it."""
+"""The steps of open episodes, and the files from which `headrace rerun` repeats those in which an env failed."""

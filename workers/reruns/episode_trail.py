@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.batch import is_obs_column
@@ -148,26 +149,6 @@ def _joined(parts: Sequence[Mapping[str, NDArray[np.generic]]]) -> dict[str, NDA
     return joined
 
 
-_MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(32)
-_BLOCK_BYTES = 1 << 20
-
-
 def digests(rows: NDArray[np.generic]) -> NDArray[np.uint64]:
-    """Return a number for each row, uint64 (rows,), that is another one where a byte of the row differs."""
-    width = rows[0].nbytes if len(rows) else 0
-    if not width:
-        return np.zeros(len(rows), np.uint64)
-    words = -(-width // 8)
-    made = np.zeros(len(rows), np.uint64)
-    places = np.arange(1, words + 1, dtype=np.uint64) * _MIX[0]
-    step = max(_BLOCK_BYTES // width, 1)
-    for start in range(0, len(rows), step):
-        block = np.ascontiguousarray(rows[start : start + step])
-        padded = np.zeros((len(block), 8 * words), np.uint8)
-        padded[:, :width] = block.reshape(len(block), -1).view(np.uint8).reshape(len(block), width)
-        mixed = (padded.view(np.uint64) + places) * _MIX[1]
-        mixed ^= mixed >> _MIX[2]
-        mixed *= _MIX[0]
-        mixed ^= mixed >> _MIX[2]
-        made[start : start + step] = mixed.sum(axis=1, dtype=np.uint64)
-    return made
+    """Return the XXH3 checksum of the bytes of each row, uint64 (rows,)."""
+    return np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in rows], np.uint64)

@@ -35,7 +35,7 @@ _NAME = re.compile(r"\d+-\d+-\d+")
 
 
 class FailureFacts(BaseModel):
-    """What is known of a failure: what was built and reset, and what failed."""
+    """The env that was built, the reset it got, and its error."""
 
     env: str
     env_config: dict[str, Any]

@@ -53,14 +53,14 @@ def rerun(
     if listed:
         say("\n".join(_line(read_failure(run, name)) for name in names))
         return
+    from headrace.deploy.annexes.rerun.replay import is_same
+
     kept = read_failure(run, failure or names[0])
     say(_line(kept))
     repeated = _repeat(asked, run, kept, debug=debug)
     if repeated.error is not None and not debug:
         say("".join(traceback.format_exception(repeated.error)).rstrip())
     say(verdict(kept.facts, repeated))
-    from headrace.deploy.annexes.rerun.replay import is_same
-
     if repeated.error is None or repeated.difference or not is_same(kept.facts, repeated.error):
         raise typer.Exit(int(ExitCode.FAILURE))
 
@@ -89,10 +89,9 @@ def _debug(repeated: Repeated, error: BaseException) -> None:
 
 def _line(kept: KeptFailure) -> str:
     facts = kept.facts
-    said = f"{kept.name}: env {facts.lane} of worker {facts.worker_index} failed at {facts.at}: "
-    return (
-        said + f"{facts.error}: {facts.message}" + (f" (cannot be repeated: {facts.problem})" if facts.problem else "")
-    )
+    said = f"{kept.name}: env {facts.lane} of worker {facts.worker_index} failed at {facts.at}"
+    why_not = f" (cannot be repeated: {facts.problem})" if facts.problem else ""
+    return f"{said}: {facts.error}: {facts.message}{why_not}"
 
 
 def verdict(facts: FailureFacts, repeated: Repeated) -> str:

@@ -47,7 +47,7 @@ class Repeated:
     """The outcome of a repetition."""
 
     at: str = "construction"
-    """What was called last: "construction", "reset", or "step N", from 1 on."""
+    """The last call: "construction", "reset", or "step N", from 1 on."""
     error: BaseException | None = None
     end: ChunkEnd = ChunkEnd.ONGOING
     """How the episode ended, where it did not fail."""

@@ -68,7 +68,7 @@ class FromFive(Counting):
 
 
 LENGTHS = (3, 5, 4, 7)
-"""Of each env's episodes, by its index."""
+"""The length of each env's episodes, by its index."""
 
 
 class Counted(Counting):

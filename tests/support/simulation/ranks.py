@@ -88,7 +88,7 @@ def id_of(batch: ChunkBatch) -> BatchId:
 
 
 class Truth:
-    """What became of each batch, as an outsider sees it. `problems` are the promises that were broken."""
+    """The fate of each batch, as an outsider sees it. `problems` are the promises that were broken."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
