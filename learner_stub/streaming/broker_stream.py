@@ -58,7 +58,7 @@ class BrokerStream:
         self.link = link
         self.session = LearnerSession(link.token, limits, fleet_id=fleet_id, position=[*position], group=group)
         self.ready = ReadyBatches(self.session, position, turns)
-        self.lag = LagMonitor(warn_lag)
+        self.lag = LagMonitor(warn_lag if group == TRAIN else None)
         self._unread: deque[Arrival] = deque()
         """Arrivals that were taken and not read, as the round that they are for is not complete."""
         self.session.figures = partial(_figures, link.token, self.lag)  # not a method: a cycle would outlive the stream

@@ -83,8 +83,8 @@ class EpisodeStream:
       the next one: sample, train, sample. No step is older than the weights (lag 0), and with a fixed number of
       workers and a seed the batches are the same each time, to the bit and in order. Without `steps_per_update` each
       worker ships one cut. False: as `sampling.synchronous` says in the config of the fleet.
-    - warn_lag: mean lag of a batch, in versions, above which it is late. The first late one is logged. None: no batch
-      is late.
+    - warn_lag: mean lag of a batch, in versions, above which it is late. The first late one is logged. None, and in
+      another group than "train": no batch is late.
     - batch_timeout_s: how long a loop over the stream waits for a batch before it ends. None: for ever.
     - silence_timeout_s: how long all brokers may be silent before the fleet counts as ended. One that was stopped, as
       its run directory says, counts as ended after 10 s, and at once where it has reached its goal.

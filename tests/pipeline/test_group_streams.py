@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,14 @@ def test_only_a_groups_hello_names_one_and_wants_no_window(broker: BrokerThread,
     assert (said["eval"].group, said["eval"].window_steps) == ("eval", None)
     assert not isinstance(said["train"], GroupHello)
     assert said["train"].window_steps
+
+
+def test_only_the_learner_is_told_of_late_batches(broker: BrokerThread, stack: ExitStack) -> None:
+    late = replace(Envs().fragment(), learner_epoch=1, newest=(1, 100))
+    for group, count in (("train", 1), ("record", 0)):
+        stream = _open(stack, broker, group)
+        stream._brokers[0].lag.observe(late, 1)
+        assert stream.late_batches == count
 
 
 def test_a_learner_without_data_does_not_stall_while_a_group_holds_the_workers_up(
