@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 
 import zmq
@@ -21,6 +21,10 @@ from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
 
 _LEAVING_S = 0.5
 """Seconds that messages have to leave when a connection is closed or dropped: a commit is the caller's word."""
+
+
+_NO_LOCK = nullcontext()
+"""For sockets that one thread uses."""
 
 
 class BrokerLink:
@@ -71,10 +75,14 @@ class BrokerLink:
         """Return whether there is a connection, as far as was observed in `receive`."""
         return self._own is not None and self._handshakes.connected
 
-    def watch(self, poller: zmq.Poller) -> None:
-        """Let a poller wait for the next message."""
+    def check(self) -> None:
+        """Raise `HeadraceError` where the connection is closed, or of the process of which this is a copy by `fork`."""
         if self._own is not None:
-            poller.register(self.socket, zmq.POLLIN)
+            self._own.check()
+
+    def watch(self, poller: zmq.Poller) -> bool:
+        """Let a poller wait for the next message. Return whether one has come already."""
+        return self._own is not None and sockets.watch(self.socket, poller)
 
     def send(self, frames: list[Buffer]) -> bool:
         """Send one message. Return False without a connection."""
@@ -142,14 +150,20 @@ class BrokerLink:
 class Watched(Protocol):
     """A connection on which messages arrive."""
 
-    def watch(self, poller: zmq.Poller) -> None:
-        """Let a poller wait for the next message."""
+    def watch(self, poller: zmq.Poller) -> bool:
+        """Let a poller wait for the next message. Return whether one has come already."""
 
 
-def await_message(links: Sequence[Watched], wait_s: float) -> None:
-    """Wait until a message has arrived on one of these connections, at most `wait_s`."""
+def await_message(links: Sequence[Watched], wait_s: float, lock: AbstractContextManager[object] = _NO_LOCK) -> None:
+    """Wait until a message has arrived on one of these connections, at most `wait_s`.
+
+    The sockets are used with `lock` only. Other threads may use them during the wait: a message that they have received
+    does not end it.
+    """
     poller = zmq.Poller()
-    for link in links:
-        link.watch(poller)
+    with lock:
+        has_come = [link.watch(poller) for link in links]
+    if any(has_come):
+        return
     with interrupt_raises():
         poller.poll(math.ceil(wait_s * 1000))

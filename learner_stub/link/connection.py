@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.learner_stub.link.time_spent import NOT_MEASURED, TimeSpent
@@ -39,6 +40,8 @@ _RANKS: dict[_Place, int] = {}
 _WARNED_OF_THREADS: set[int] = set()
 """The process id of a process that has warned; a child by fork has its own."""
 _PUMPED: weakref.WeakSet[Pumpable] = weakref.WeakSet()
+_ENROLLING = threading.Lock()
+"""A thread has it while it reads or changes `_PUMPED`."""
 
 
 @dataclass(slots=True)
@@ -53,6 +56,8 @@ class SharedState:
     time_spent: TimeSpent = NOT_MEASURED
     publishes_elsewhere: bool = False
     """True if another process publishes this learner's weights."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """A thread has it while it uses sockets of this learner, and not while it waits for a message."""
 
     def learn_weights(self, message: LearnerWelcome | Status) -> None:
         """Note which weights workers load, if `message` tells."""
@@ -169,7 +174,9 @@ def move_token(token: str, after: str) -> None:
 
 def pump_together(member: Pumpable) -> None:
     """Pump the other connections of the same learner too."""
-    for other in list(_PUMPED):
+    with _ENROLLING:
+        others = list(_PUMPED)
+    for other in others:
         if other is not member and other.token == member.token:
             other.pump()
 
@@ -196,12 +203,14 @@ def warn_of_threads(workers_here: int) -> None:
 
 def enroll(member: Pumpable) -> None:
     """Let the other connections pump `member` from now on."""
-    _PUMPED.add(member)
+    with _ENROLLING:
+        _PUMPED.add(member)
 
 
 def leave(member: Pumpable) -> None:
     """Undo `enroll`."""
-    _PUMPED.discard(member)
+    with _ENROLLING:
+        _PUMPED.discard(member)
 
 
 def now() -> float:

@@ -107,9 +107,9 @@ class RankPort:
             return False
         return True
 
-    def watch(self, poller: zmq.Poller) -> None:
-        """Let a poller wait for the next message."""
-        poller.register(self._socket, zmq.POLLIN)
+    def watch(self, poller: zmq.Poller) -> bool:
+        """Let a poller wait for the next message. Return whether one has come already."""
+        return sockets.watch(self._socket, poller)
 
     def close(self) -> None:
         """Close the port."""

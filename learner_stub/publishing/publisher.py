@@ -74,6 +74,7 @@ class WeightPublisher(Closable):
         peer_keys = client_keys(keys, "learner")
         sources = address_sources(run_dir, rendezvous, len(endpoints))
         self.token = connection.process_token(endpoints)
+        self._lock = connection.shared(self.token).lock
         self._forget_published = weakref.finalize(self, connection.forget_shared, self.token)
         self._brokers: list[BrokerWeights] = []
         for number, (address, source) in enumerate(zip(endpoints, sources, strict=True)):
@@ -144,7 +145,8 @@ class WeightPublisher(Closable):
         method raises it once the new one is sent; a waiting stream raises it too. Workers go on with the weights that
         they have.
         """
-        with connection.shared(self.token).time_spent.part("publish"), interrupt_held():
+        self._check_usable()
+        with connection.shared(self.token).time_spent.part("publish"), interrupt_held(), self._lock:
             arrays, seq = _as_sent(array_views(state_dict)), self.seq + 1
             if told := connection.shared(self.token).weights:
                 arrays = fit_published(arrays, *told)
@@ -172,7 +174,8 @@ class WeightPublisher(Closable):
         Raises `ValueError` for a name that is not 1 to 100 printable ASCII characters, for a value that is no number,
         and for more than 128 values.
         """
-        with connection.shared(self.token).time_spent.part("publish"), interrupt_held():
+        self._check_usable()
+        with connection.shared(self.token).time_spent.part("publish"), interrupt_held(), self._lock:
             for broker in self._brokers:
                 if broker.epoch:
                     broker.rows.add(metrics, broker.epoch, self.seq, time.time())
@@ -180,26 +183,36 @@ class WeightPublisher(Closable):
 
     def pump(self, wait_s: float = 0.0) -> None:
         """Take answers; say HELLO again or send the newest version again when a broker lacks it."""
+        self._check_usable()
         connection.check_newest(self.token)
         if wait_s > 0:
-            await_message([broker.link for broker in self._brokers], wait_s)
+            await_message([broker.link for broker in self._brokers], wait_s, self._lock)
         now = connection.now()
+        with self._lock:
+            for broker in self._brokers:
+                broker.pump()
+                if broker.refusal is not None:
+                    raise refusal(*broker.refusal)
+            for broker in self._brokers:
+                if not self._publishing and (error := broker.take_refused()) is not None:
+                    raise error  # once, and not while another version is being published
+            for broker in self._brokers:
+                broker.tick(now)
+
+    def _check_usable(self) -> None:
+        """Raise `HeadraceError` if it is closed, or a copy by `fork`, which would write to memory of the broker."""
         for broker in self._brokers:
-            broker.pump()
-            if broker.refusal is not None:
-                raise refusal(*broker.refusal)
-        for broker in self._brokers:
-            if not self._publishing and (error := broker.take_refused()) is not None:
-                raise error  # once, and not while another version is being published
-        for broker in self._brokers:
-            broker.tick(now)
+            broker.link.check()
 
     def close(self) -> None:
         """Close the connection; the relay keeps the last version. Rows not sent so far are sent once."""
         connection.leave(self)
         self._forget_published()
-        for broker in self._brokers:
-            broker.close()
+        if not all(broker.link.usable for broker in self._brokers):
+            return
+        with self._lock:
+            for broker in self._brokers:
+                broker.close()
         if self._tasks is not None:
             self._tasks.close()
 

@@ -99,9 +99,9 @@ class RankRounds:
             if not self._port.send(peer, content):
                 self.sessions.gone(peer, connection.now())
 
-    def watch(self, poller: zmq.Poller) -> None:
-        """Let a poller wait for the next message of a rank."""
-        self._port.watch(poller)
+    def watch(self, poller: zmq.Poller) -> bool:
+        """Let a poller wait for the next message of a rank. Return whether one has come already."""
+        return self._port.watch(poller)
 
     def close(self) -> None:
         """Tell the other ranks that no batch comes any more, and close the port."""

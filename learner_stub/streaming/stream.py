@@ -8,8 +8,9 @@ A batch handed out and not yet committed comes again if this process dies. With 
 yourself, after writing `position()` into your own checkpoint. A restart from that checkpoint then trains on every
 settled step exactly once. The broker may learn of an automatic commit only at the next call on the stream.
 
-Only one thread may use a stream. While it trains, ZeroMQ's own threads go on receiving. After Ctrl-C in a call, as in a
-notebook, the stream goes on with the batch after the last one that it returned.
+Threads may share a stream and its publisher: one reads, and another one trains, commits and publishes. A commit counts
+all that any of them was handed. Meanwhile ZeroMQ's own threads go on receiving. After Ctrl-C in a call, as in a
+notebook, the stream goes on with the batch after the last one that it returned. A copy by `fork` cannot be used.
 """
 
 from __future__ import annotations
@@ -180,6 +181,7 @@ class EpisodeStream:
             self._rounds = RankRounds(port, self._turns, is_fixed=ranks == "fixed")
         self.group = group
         self.token = connection.stream_token(endpoints, group)
+        self._lock = connection.shared(self.token).lock
         self._forget_token = weakref.finalize(self, connection.forget_token, self.token)
         self._brokers: list[BrokerStream] = []
         self._agreeing = 0
@@ -270,23 +272,34 @@ class EpisodeStream:
 
     def _ask(self, count: int, timeout_s: float) -> list[ChunkBatch]:
         """Settle earlier batches if that is automatic, and wait for the next round of `count`."""
+        self._check_usable()
         connection.check_newest(self.token, self.group)
         self._time.follow()
         with self._time.part("decode"), interrupt_held():
-            if self.auto_commit or self.rank:  # rank 0 must know who is behind
-                self._commit(at_once=self.rank > 0, lag=self._turns.lag if self._turns is not None else 0)
             noted = connection.now()
             deadline = noted + timeout_s
-            while not (batches := self._take(count)):
+            with self._lock:
+                if self.auto_commit or self.rank:  # rank 0 must know who is behind
+                    self._commit(at_once=self.rank > 0, lag=self._turns.lag if self._turns is not None else 0)
+                batches = self._take(count)
+            while not batches:
                 now = connection.now()
                 is_last = now >= deadline or self._is_over
                 if is_last or now >= noted + _NOTE_WAIT_S:
-                    self._note_wait(now - noted, count)
+                    with self._lock:
+                        self._note_wait(now - noted, count)
                     noted = now
                 if is_last:
                     break
                 self.pump(min(deadline - now, 0.1))
+                with self._lock:
+                    batches = self._take(count)
         return batches
+
+    def _check_usable(self) -> None:
+        """Raise `HeadraceError` if this stream is closed, or a copy by `fork`, whose batches the other process has."""
+        for broker in self._brokers:
+            broker.link.check()
 
     def _note_wait(self, waited_s: float, count: int) -> None:
         """Note that no round came for `waited_s`: because of other ranks, or else of the workers."""
@@ -358,11 +371,12 @@ class EpisodeStream:
         Rank 0 settles for all ranks, so call it once all have trained on what they got. A commit of another rank then
         settles nothing. With `auto_commit` a round is settled once each rank has committed its part.
         """
-        self._note_published()
-        if not any(seq for _, seq in self._published) and not self.auto_commit:
-            self._end_update()
-        self._updates.commit()
-        with interrupt_held():
+        self._check_usable()
+        with interrupt_held(), self._lock:
+            self._note_published()
+            if not any(seq for _, seq in self._published) and not self.auto_commit:
+                self._end_update()
+            self._updates.commit()
             self._commit(at_once=True)
 
     def position(self) -> list[dict[str, Any]]:
@@ -379,9 +393,10 @@ class EpisodeStream:
         """
         if self.rank:
             raise ConfigError(f"rank 0 has the position of all ranks; this is rank {self.rank}", key="rank")
-        if self._rounds is not None:
-            self._rounds.check_position()
-        return [place for broker in self._brokers for place in broker.position()]
+        with self._lock:
+            if self._rounds is not None:
+                self._rounds.check_position()
+            return [place for broker in self._brokers for place in broker.position()]
 
     def spaces(self, module_id: str | None = None, *, timeout_s: float = 300.0) -> Spaces:
         """Return the observation and action space of a module, or of the only one there is.
@@ -496,14 +511,17 @@ class EpisodeStream:
         A stream that is dropped without `close` does the same. The loops of the other ranks end with that of rank 0. At
         the end of its `with` block it waits 5 s for their automatic commits: what a slower rank has then comes again.
         """
-        if self._rounds is not None:
-            self._rounds.close()
-        if self._rank_zero is not None:
-            self._rank_zero.close()
         connection.leave(self)
         self._forget_token()
-        for broker in self._brokers:
-            broker.close()
+        if not all(broker.link.usable for broker in self._brokers):
+            return
+        with self._lock:
+            if self._rounds is not None:
+                self._rounds.close()
+            if self._rank_zero is not None:
+                self._rank_zero.close()
+            for broker in self._brokers:
+                broker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -531,17 +549,26 @@ class EpisodeStream:
             self._pump(wait_s)
 
     def _pump(self, wait_s: float) -> None:
+        self._check_usable()
         connection.check_newest(self.token, self.group)
-        self._note_published()
-        # First take what came while the user trained: the session then judges how long the broker has been silent.
-        pending = self.pending
-        for broker in self._brokers:
-            broker.pump(waiting=wait_s > 0)
+        with self._lock:
+            self._note_published()
+            # First take what came while the user trained: the session then judges how long the broker has been silent.
+            pending = self.pending
+            for broker in self._brokers:
+                broker.pump(waiting=wait_s > 0)
+            has_more = self.pending > pending
         if wait_s > 0:
             # A batch that came must not wait for another one, only for the commits that are gathered to be sent.
-            self._await(min(wait_s, self._brokers[0].session.limits.gather_s) if self.pending > pending else wait_s)
-            for broker in self._brokers:
-                broker.pump(waiting=True)  # the heartbeat is due as the wait ends
+            self._await(min(wait_s, self._brokers[0].session.limits.gather_s) if has_more else wait_s)
+        with self._lock:
+            if wait_s > 0:
+                for broker in self._brokers:
+                    broker.pump(waiting=True)  # the heartbeat is due as the wait ends
+            self._follow_up()
+
+    def _follow_up(self) -> None:
+        """Do what follows from what has arrived."""
         for broker in self._brokers:
             if broker.session.refusal is not None and not self._is_over:
                 raise refusal(*broker.session.refusal)
@@ -569,7 +596,7 @@ class EpisodeStream:
         if idle_s > 0:
             with self._time.part("wait"):
                 links: list[Watched] = [broker.link for broker in self._brokers]
-                await_message(links if self._rounds is None else [*links, self._rounds], idle_s)
+                await_message(links if self._rounds is None else [*links, self._rounds], idle_s, self._lock)
 
     def _follow_brokers(self) -> None:
         """Connect to the new addresses of brokers that have moved."""

@@ -15,7 +15,7 @@ from headrace.schemas.errors import HeadraceError
 
 MORE, DONTWAIT = 2, 1
 """Flags of libzmq as plain integers: or-ing pyzmq's enums for every frame costs as much as sending a small one."""
-_EVENTS, _POLLIN = 15, 1
+_FD, _EVENTS, _POLLIN = 14, 15, 1
 
 COPY_BELOW_BYTES = 1 << 20
 """A worker copies frames below this size when it sends them. Without a copy pyzmq learns of each one's end in a thread
@@ -115,6 +115,16 @@ def has_message(dealer: Any) -> bool:
     process ("Assertion failed: !_more").
     """
     return bool(dealer.get(_EVENTS) & _POLLIN)
+
+
+def watch(socket: Any, poller: Any) -> bool:
+    """Let a poller wait for the next message of a socket. Return whether one has come already.
+
+    The poller gets the file descriptor, so that another thread may use the socket during the wait. A message that it
+    receives is no event any more.
+    """
+    poller.register(socket.get(_FD), _POLLIN)
+    return has_message(socket)
 
 
 class OwnSockets:

@@ -16,6 +16,7 @@ from support.waiting import TIMEOUT_S, wait_until
 
 _BEGIN = """
 import gc, os, sys, threading
+import numpy
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.errors import HeadraceError
 from headrace.workers.serving.client import PolicyClient
@@ -80,17 +81,23 @@ def test_a_copy_by_fork_of_an_open_stream_ends_by_itself_and_disturbs_nothing(
 EpisodeStream(where)  # dropped at once
 with EpisodeStream(where) as stream, WeightPublisher(where) as publisher:
     stream.next({TIMEOUT_S})
+    while stream.pending < {len(batches) - 1}:
+        stream.pump(0.1)
+    weights = {{"default_policy": {{"w": numpy.zeros(300_000)}}}}  # large enough for memory that the broker maps
+    publisher.publish(weights)
     if not (copy := os.fork()):
-        try:
-            stream.next({TIMEOUT_S})
-        except HeadraceError as error:
-            print(error, flush=True)
+        for use in [lambda: stream.next({TIMEOUT_S}), lambda: publisher.publish(weights), stream.commit]:
+            try:
+                use()
+            except HeadraceError as error:
+                print(error, flush=True)
     else:
         print(os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]))
         print([stream.next({TIMEOUT_S}) is not None for _ in range({len(batches) - 1})])
 """
-    refusal, code_of_copy, received = run_program(code, broker.endpoints.learner).splitlines()
-    assert re.search(r"is of process \d+, and this is a copy of it by fork", refusal)
+    *refusals, code_of_copy, received = run_program(code, broker.endpoints.learner).splitlines()
+    assert len(refusals) == 3
+    assert all(re.search(r"is of process \d+, and this is a copy of it by fork", refusal) for refusal in refusals)
     assert code_of_copy == "0"
     assert received == str([True] * (len(batches) - 1))
 

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -265,10 +265,10 @@ def test_a_batch_that_came_while_the_user_trained_is_not_held_up_until_another_c
     start_feeder(broker.endpoints.worker, Envs().fragments(20), window=1)
     stream, waits, wait = open_stream(auto_commit=False), list[float](), stream_module.await_message
 
-    def noted(links: Sequence[BrokerLink], wait_s: float) -> None:
+    def noted(links: Sequence[BrokerLink], wait_s: float, lock: AbstractContextManager[object]) -> None:
         if stream.pending:
             waits.append(wait_s)
-        wait(links, wait_s)
+        wait(links, wait_s, lock)
 
     monkeypatch.setattr(stream_module, "await_message", noted)
     for _ in range(20):
@@ -288,6 +288,45 @@ def test_nothing_is_settled_before_commit(
     assert feeder.session.settled.seq == 0
     stream.commit()
     wait_until(lambda: feeder.session.settled.seq == 4, "four settled batches")
+
+
+def test_one_thread_reads_while_others_publish_and_commit(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder, publisher: WeightPublisher
+) -> None:
+    batches = Envs(2).fragments(400)
+    feeder, stream, witness = start_feeder(broker.endpoints.worker, batches), open_stream(auto_commit=False), Witness()
+    is_read, errors = threading.Event(), list[BaseException]()
+
+    def again_and_again(use: Callable[[], object]) -> None:
+        try:
+            while not is_read.is_set():
+                use()
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    uses = [
+        lambda: publisher.publish({"w": torch.ones(1000)}),
+        lambda: publisher.log({"loss": 1.0}),
+        lambda: (stream.commit(), stream.position(), time.sleep(0.001)),
+    ]
+    threads = [threading.Thread(target=again_and_again, args=(use,)) for use in uses]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in batches:
+            batch = stream.next(TIMEOUT_S)
+            assert batch is not None, errors
+            witness.see(batch)
+    finally:
+        is_read.set()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+    assert not errors
+    stream.commit()
+    wait_until(feeder.all_settled, "the settlement of all batches")
+    assert witness.steps == sum(batch.steps for batch in batches)
+    wait_until(lambda: bool(publisher.pump() or publisher.acknowledged[1] == publisher.seq), "the newest weights")
 
 
 def test_the_next_learner_gets_the_uncommitted_batches_again(
