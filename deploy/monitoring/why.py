@@ -34,7 +34,7 @@ def _as_text(facts: Facts, line: str, findings: list[Finding], limit: Bottleneck
         since = "" if one.since_unix_s is None else time.strftime(" [since %H:%M:%S]", time.localtime(one.since_unix_s))
         lines += ["", f"{one.severity}: {one.sentence}{since}"]
         lines += [f"  limit: {one.limit}"] if one.limit else []
-        lines += [f"  try:   {one.command}"] if one.command else []
+        lines += [f"  try:   {one.command or one.remedy}"] if one.command or one.remedy else []
         lines += [f"  kind:  {one.kind}"]
     return printable("\n".join(lines))
 

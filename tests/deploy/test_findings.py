@@ -13,6 +13,7 @@ from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import KIND, KINDS
 from headrace.deploy.monitoring.findings import awaited, find, verdict
 from headrace.deploy.monitoring.losses import losses_in_words
+from headrace.deploy.monitoring.why import _as_text
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.accounts.consumer_groups import GroupBooks, GroupRow
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals
@@ -420,6 +421,7 @@ def test_each_bad_state_gives_one_finding_with_its_sentence_and_command(case: st
     assert bool(found.command) == bool(command), found.command
     assert found.since_unix_s is None or found.since_unix_s <= NOW - KIND[kind].after_s
     assert "\n" not in found.sentence
+    assert f"  try:   {found.command or KIND[kind].remedy}\n" in _as_text(facts, "", [found], None)
 
 
 def test_each_kind_of_finding_has_a_case_and_names_an_existing_setting() -> None:

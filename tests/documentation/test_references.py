@@ -75,11 +75,13 @@ def test_the_page_of_exit_codes_says_what_each_code_means() -> None:
     assert told == [(str(int(code)), code.name) for code in ExitCode]
 
 
-def test_the_page_of_findings_has_each_kind_with_its_severity_time_and_limit() -> None:
+def test_the_page_of_findings_has_each_kind_with_its_severity_time_limit_and_remedy() -> None:
     rows = re.findall(r"^\| `(\w+)` \((\w+)\) \| (.+) \| (.+) \|(.*)\| (.+) \|$", read("guides/why.md"), re.M)
-    told = [(name, severity, after, limit.strip(" `")) for name, severity, _, after, limit, _ in rows]
+    told = [
+        (name, severity, after, limit.strip(" `"), do.replace("`", "")) for name, severity, _, after, limit, do in rows
+    ]
     after = {kind.name: f"{kind.after_s:g} s" if kind.after_s else "at once" for kind in KINDS}
-    assert told == [(kind.name, kind.severity, after[kind.name], kind.limit) for kind in KINDS]
+    assert told == [(kind.name, kind.severity, after[kind.name], kind.limit, kind.remedy) for kind in KINDS]
 
 
 def test_fill_makes_the_generated_parts_of_a_page_anew() -> None:
