@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -55,7 +56,7 @@ class LearnerState:
         saved = state.load()  # None in the first life
 
     The fleet keeps a copy in Redis, and puts it back before a start if the run directory was lost. `folder` without a
-    fleet, as on another machine, has no copy.
+    fleet, as on another machine, has no copy. `save` makes the folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -106,6 +107,8 @@ class LearnerState:
         state = {"updates": updates, "steps": steps, _TREE: tree}
         # The first save takes over whatever is there, as of a fleet whose epochs were lost.
         checkpoint = Checkpoint(stream.epoch, stream.position(), state, arrays)
+        with suppress(OSError):  # what is wrong with the folder, the save says
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         save_checkpoint(self._path, checkpoint, claim=not self._claimed)
         self._claimed = True
         return self._path

@@ -596,6 +596,8 @@ def test_a_fleet_whose_supervisor_is_gone_is_not_said_to_learn() -> None:
 def test_a_stalled_fleet_names_the_process_that_it_waits_for() -> None:
     assert awaited(stalled(4.0)).startswith("the learner to commit what it holds")
     assert awaited(healthy()) == ""
+    full = replace(stalled(4.0), disk_free_bytes=0)
+    assert awaited(full).startswith("room on the disk of /runs/a, which is full: 0.0 MiB are left (df -h /runs/a); ")
     assert awaited(having("worker-1", is_stopped=True)) == "worker-1 (pid 70), which is stopped (kill -CONT 70)"
 
 

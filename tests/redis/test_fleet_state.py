@@ -132,7 +132,10 @@ def test_a_machine_with_redis_alone_finds_what_settings_and_the_disk_tell(
         found = {one.kind: (one.sentence, one.limit) for one in find(facts)}
     assert facts.snapshot.garbage == ()
     assert found == {
-        "disk_full": ("the disk of the run directory on there is full: 1.0 MiB are left", "fleet.run_dir"),
+        "disk_full": (
+            "waiting for room on the disk of the run directory on there, which is full: 1.0 MiB are left",
+            "fleet.run_dir",
+        ),
         "no_env_hosts": (
             "waiting for worker-0 (pid 7 on box): no env host serves its envs, for 15 s",
             'sampling.env_placement = "remote"',
