@@ -7,8 +7,6 @@ target and its seed, which go into `corpus.json`; `python tests/fuzz/run.py 0 TA
     learner     a learner's stream, from a broker that lies
     worker      a worker's session and weights, from a broker that lies
     teacher     a publisher of tasks, from a broker that lies, and a broker's tasks, from teachers that lie
-    env-port    a worker's port for env hosts, from hosts that lie beside an honest one
-    env-host    an env host, from a worker that lies
     serving     policy servers of one agent and of several, from clients by ZeroMQ and by HTTP
     raw         a broker's Unix sockets and a policy server's port, from peers that speak ZMTP by hand
     files       the files of a run directory
@@ -64,8 +62,6 @@ TARGETS: dict[str, Callable[[], AbstractContextManager[Play]]] = {
     "learner": _in("fuzz.learner", "learner"),
     "worker": _in("fuzz.worker", "worker"),
     "teacher": _in("fuzz.teacher", "teacher"),
-    "env-port": _in("fuzz.env_port", "env_port"),
-    "env-host": _in("fuzz.env_host", "env_host"),
     "serving": _in("fuzz.serving", "serving"),
     "raw": _in("fuzz.raw_peers", "raw_peers"),
     "files": _in("fuzz.run_files", "files"),

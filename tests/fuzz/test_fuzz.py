@@ -10,7 +10,6 @@ import golden_samples
 import orjson
 import pytest
 import zmq
-from fuzz.env_host import welcome as env_host_welcome
 from fuzz.learner import SPACES, batch_of
 from fuzz.run import TARGETS, fuzz, read_corpus
 from fuzz.worker import shipment, welcome
@@ -34,7 +33,7 @@ from headrace.workers.serving.serving_messages import ClientHello
 from support.serving.served import Served
 
 SCHEDULES = {
-    **{"broker": 1, "learner": 2, "worker": 2, "env-port": 1, "env-host": 1, "serving": 12, "files": 4, "redis": 4},
+    **{"broker": 1, "learner": 2, "worker": 2, "serving": 12, "files": 4, "redis": 4},
     **{"teacher": 2, "raw": 6, "fleet": 2, "keyed-fleet": 2},
 }
 """About a second each; a whole fleet takes half a minute. Their number is fixed: a fast machine plays no others.
@@ -182,6 +181,6 @@ def test_a_worker_state_of_another_type_in_redis_has_no_lag() -> None:
 @pytest.mark.parametrize("interval_s", [0.0, 1e-300, 61.0, 1e300])
 def test_an_env_host_refuses_an_absurd_interval_of_heartbeats(interval_s: float) -> None:
     """The host fell silent for ever, or sent heartbeats without a pause."""
-    told = env_host_welcome().model_dump() | {"heartbeat_interval_s": interval_s}
+    told = {"worker_index": 0, "num_workers": 1, "num_envs": 2, "lease_s": 30.0, "heartbeat_interval_s": interval_s}
     with pytest.raises(DecodeError, match="heartbeat_interval_s"):
         read(EnvHostWelcome, told)
