@@ -30,9 +30,8 @@ READ_TIMEOUT_S = 2.0
 
 _ROW_VALUES: TypeAdapter[dict[str, float]] = TypeAdapter(RowValues, config=ConfigDict(allow_inf_nan=False))
 
-_OF_ONE_NAME = tuple(key for key in keys.TABLE if "{" not in key.name)
 _OF_BROKER_ALONE = (keys.RUNNER_STATE, keys.METRIC_SUMS)
-_READ = tuple(key for key in _OF_ONE_NAME if key.type == "hash" and key not in _OF_BROKER_ALONE)
+_READ = tuple(key for key in keys.TABLE if "{" not in key.name and key.type == "hash" and key not in _OF_BROKER_ALONE)
 
 MOST_ROWS_AT_ONCE = 500
 MOST_EVENTS = 1000
@@ -153,12 +152,10 @@ class FleetView(Closable):
         """
         raw: dict[str, Hash] = {key.name: {} for key in _READ}
         with naming_failures(self._url, READ_TIMEOUT_S):
-            found, _ = self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key) for key in of})
-            wrong = self._reader.foreign({keys.key_name(self._fleet_id, key): key.type for key in _OF_ONE_NAME})
-        raw |= found
+            raw |= self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key) for key in of})
         if seen := keys.other_contract(raw["fleet"].get(b"contract_version")):
             raise RedisContractError(self._url, self._fleet_id, seen, keys.CONTRACT_VERSION)
-        values = HashParser(garbage=wrong)
+        values = HashParser()
         rows, folded = values.rows(raw["ledger"]), values.folded(raw["folded"])
         lease = values.lease(raw["lease"])
         groups = values.groups(*(raw[key.name] for key in keys.OF_GROUPS))

@@ -33,7 +33,7 @@ from headrace.workers.serving.serving_messages import ClientHello
 from support.serving.served import Served
 
 SCHEDULES = {
-    **{"broker": 1, "learner": 2, "worker": 2, "serving": 12, "files": 4, "redis": 4},
+    **{"broker": 1, "learner": 2, "worker": 2, "serving": 12, "files": 4},
     **{"teacher": 2, "raw": 6, "fleet": 2, "keyed-fleet": 2},
 }
 """About a second each; a whole fleet takes half a minute. Their number is fixed: a fast machine plays no others.
