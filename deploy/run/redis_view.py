@@ -99,8 +99,7 @@ class Snapshot:
     @property
     def report_interval_s(self) -> float:
         """Return the time between two reports; 0 where the broker does not tell it."""
-        told = self.settings.get("broker.report_interval_s")
-        return told if isinstance(told, float) else 0.0
+        return float(self.settings.get("broker.report_interval_s", 0.0))
 
     def is_folded(self, life: SourceKey) -> bool:
         """Return whether this life has ended and its row was added to the folded lives of its slot."""
@@ -265,9 +264,7 @@ def told_versions(seen: Snapshot) -> dict[str, str]:
         told["learner"] = seen.lease.get("headrace_version", "")
     for slot, state in sorted(seen.workers.items()):
         told[f"worker-{slot}"] = state.get("headrace_version", "")
-        hosts = state.get("env_hosts")
-        found = hosts.get("versions") if isinstance(hosts, Mapping) else None
-        if versions := [str(version) for version in found] if isinstance(found, list) else []:
+        if versions := state.get("env_hosts", {}).get("versions", []):
             told[f"env hosts of worker-{slot}"] = ", ".join(versions) if all(versions) else ""
     return {name: one_line(str(version))[:MOST_VERSION] for name, version in told.items()}
 

@@ -1,4 +1,4 @@
-"""Fuzzing of all input that a fleet reads from others: messages and files of a run directory.
+"""Fuzzing of all input that a fleet reads from others: messages of peers.
 
 Run every target for N minutes in all with `python tests/fuzz/run.py N`, or `make fuzz MINUTES=N`. A finding names its
 target and its seed, which go into `corpus.json`; `python tests/fuzz/run.py 0 TARGET SEED` plays it again.
@@ -9,7 +9,6 @@ target and its seed, which go into `corpus.json`; `python tests/fuzz/run.py 0 TA
     teacher     a publisher of tasks, from a broker that lies, and a broker's tasks, from teachers that lie
     serving     policy servers of one agent and of several, from clients by ZeroMQ and by HTTP
     raw         a broker's Unix sockets and a policy server's port, from peers that speak ZMTP by hand
-    files       the files of a run directory
     fleet       a whole fleet of real processes, from strangers at its Unix sockets
     keyed-fleet the same fleet by TCP, from strangers who have its keys, and some who have none
 """
@@ -63,7 +62,6 @@ TARGETS: dict[str, Callable[[], AbstractContextManager[Play]]] = {
     "teacher": _in("fuzz.teacher", "teacher"),
     "serving": _in("fuzz.serving", "serving"),
     "raw": _in("fuzz.raw_peers", "raw_peers"),
-    "files": _in("fuzz.run_files", "files"),
     "fleet": _in("fuzz.fleet", "fleet"),
     "keyed-fleet": _in("fuzz.fleet", "keyed_fleet"),
 }

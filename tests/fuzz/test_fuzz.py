@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import golden_samples
-import orjson
 import pytest
 import zmq
 from fuzz.learner import SPACES, batch_of
 from fuzz.run import TARGETS, fuzz, read_corpus
 from fuzz.worker import shipment, welcome
 
-from headrace.deploy.run.evaluation_log import EvaluationLog
-from headrace.deploy.run.resume import EarlierRun
-from headrace.deploy.run.run_dir import RunDir
 from headrace.learner_stub.streaming.continuity import SourceEpisodes
 from headrace.learner_stub.streaming.ready_batches import ReadyBatches
 from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
-from headrace.schemas.accounts.figures import added_up
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.chunks.batch import read_batch_header
-from headrace.schemas.errors import DecodeError, RunDirError
+from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import MessageKind, decode, decode_header, encode
 from headrace.schemas.messages import Ack, LearnerWelcome, Reject, Status, WorkerHello, read
 from headrace.workers.envs.remote.env_messages import EnvHostWelcome
@@ -33,7 +26,7 @@ from headrace.workers.serving.serving_messages import ClientHello
 from support.serving.served import Served
 
 SCHEDULES = {
-    **{"broker": 1, "learner": 2, "worker": 2, "serving": 12, "files": 4},
+    **{"broker": 1, "learner": 2, "worker": 2, "serving": 12},
     **{"teacher": 2, "raw": 6, "fleet": 2, "keyed-fleet": 2},
 }
 """About a second each; a whole fleet takes half a minute. Their number is fixed: a fast machine plays no others.
@@ -142,30 +135,6 @@ def test_a_server_refuses_a_request_number_that_no_answer_can_carry() -> None:
             sock.send_multipart(encode(MessageKind.HELLO, hello | {"request": request}))
             assert sock.poll(100_000)
             assert decode(sock.recv_multipart()).kind is kind
-
-
-@pytest.mark.parametrize("content", [b"[]", b'{"sampling": []}', b'{"sampling": 7}'])
-def test_settings_that_are_no_table_are_named_as_damaged(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "fleet.json").write_bytes(b'{"fleet_id": "f", "env_steps": 1}')
-    (tmp_path / "settings.json").write_bytes(content)
-    with pytest.raises(RunDirError, match=r"settings\.json is damaged"):
-        EarlierRun.of(RunDir(tmp_path))
-
-
-@pytest.mark.parametrize("key", ["unix_s", "learner_epoch", "length", "return", "return_by_policy"])
-@pytest.mark.parametrize("value", [None, [], "NaN", 7])
-def test_a_malformed_line_of_evaluations_is_left_out(key: str, value: Any, tmp_path: Path) -> None:
-    if key in ("unix_s", "learner_epoch") and value == 7:
-        value = {}
-    spread = {"mean": 3.0, "std": 0.5, "min": 2.5, "max": 3.5}
-    told = {"unix_s": 1.5, "learner_epoch": 1, "steps": 10, "episodes": 2, "return": spread, "length": spread}
-    log = EvaluationLog(tmp_path)
-    log.path.write_bytes(orjson.dumps(told | {key: value}) + b"\n" + orjson.dumps(told) + b"\n")
-    assert log.take_new() == [told]
-
-
-def test_a_worker_state_of_another_type_in_redis_has_no_lag() -> None:
-    assert added_up([{"weights_behind": {}}, {"weights_behind": 3}])["weights_lag"] == 3
 
 
 @pytest.mark.parametrize("interval_s", [0.0, 1e-300, 61.0, 1e300])
