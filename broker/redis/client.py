@@ -154,10 +154,6 @@ class RedisReader:
 
     client: redis.Redis
 
-    def hash(self, key: str) -> dict[bytes, bytes]:
-        """Return all fields of a hash; empty when there is none."""
-        return dict(ask(self.client, "HGETALL", key))
-
     def fields(self, key: str) -> list[bytes]:
         """Return the names of all fields of a hash."""
         return list(ask(self.client, "HKEYS", key))
