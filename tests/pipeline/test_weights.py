@@ -410,6 +410,18 @@ def test_a_version_is_pulled_although_a_piece_of_another_came_unasked() -> None:
     assert receiver.requests(1.0 + BROADCAST_S) == [WeightsPull(offset=0, length=1 << 20, version=(1, 9))]
 
 
+@pytest.mark.parametrize("sizes", [[], [0, 0], [1 << 40], [1] * 65])
+def test_a_piece_with_sizes_that_no_version_has_does_not_stop_a_pull(sizes: list[int]) -> None:
+    relay, receiver = pieces_of((1, 2), 2.0, LARGE)
+    (pull,) = receiver.requests(1.0)
+    receiver.receive(decode(relay.part(pull)), 1.0)
+    header = WeightsPart(version=(1, 9), offset=0, frame_sizes=sizes).model_dump()
+    receiver.receive(decode(encode(MessageKind.WEIGHTS_PART, header, {"part": np.zeros(0, np.uint8)})), 1.0)
+    asked = receiver.requests(1.0)
+    assert asked
+    assert {pull.version for pull in asked} == {(1, 2)}
+
+
 def pieces_of(version: Version, value: float, size: int) -> tuple[WeightsRelay, WeightsReceiver]:
     """A relay that holds a version, and a receiver that has heard of it."""
     relay, receiver = WeightsRelay(), WeightsReceiver(FLEET)
@@ -489,6 +501,13 @@ def test_a_pulled_version_is_copied_once_at_either_end() -> None:
         tracemalloc.stop()
     assert receiver.take() is not None
     assert peak < 2.2 * nbytes, "the relay's copy and the receiver's"
+
+
+def test_the_receiver_allocates_nothing_for_an_impossibly_large_version() -> None:
+    receiver = WeightsReceiver(FLEET)
+    part = WeightsPart(version=(1, 1), offset=0, frame_sizes=[1 << 40])
+    receiver.receive(decode(encode(MessageKind.WEIGHTS_PART, part.model_dump(), {"part": np.zeros(9, np.uint8)})), 1.0)
+    assert not receiver.pulling
 
 
 def test_changed_frame_sizes_restart_the_pull() -> None:

@@ -13,7 +13,7 @@ from headrace.broker.batches.refusals import Refusals
 from headrace.broker.sessions.core import BrokerCore
 from headrace.broker.sessions.worker_sessions import UNHEARD_S
 from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
-from headrace.schemas.basics.bounds import MOST_REASONS
+from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES, MOST_REASONS
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.messages import (
     Commit,
@@ -26,6 +26,7 @@ from headrace.schemas.messages import (
     Skip,
     SourcePosition,
     SupervisorHello,
+    Tasks,
     WorkerHello,
     WorkerWelcome,
 )
@@ -99,6 +100,12 @@ WRONG: dict[str, tuple[bytes, Message, str]] = {
         LearnerHello(token="l", channel="stream", epoch=1, held={"0/1": [HeldBatch(seq=1, steps=1 << 31, chunks=2)]}),
         "holds batch 1",
     ),
+    "the last incarnation": (STRANGER, hello(token="x", incarnation=MOST_LIVES), "later ones need room"),
+    "the end of the last incarnation": (SUPERVISOR, obituary(0, incarnation=MOST_LIVES), "later ones need room"),
+    "the last epoch": (b"l2", LearnerHello(token="x", channel="stream", epoch=MOST_EPOCH), "later ones need room"),
+    "weights of the last epoch": (WORKER, beat(weights=(MOST_EPOCH, 1)), "later ones need room"),
+    "tasks of the last epoch": (b"t", Tasks(version=(MOST_EPOCH, 1)), "later ones need room"),
+    "tasks of the last epoch in use": (WORKER, beat(tasks=(MOST_EPOCH, 1)), "later ones need room"),
     "a skip with the totals of another batch": (
         WORKER,
         Skip(slot=0, incarnation=1, batch=window(4, 4)[0], reason="poison", totals=totals(5)),

@@ -17,10 +17,10 @@ import numpy as np
 
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode, frames_of
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireMessage, decode, frames_of
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
 from headrace.schemas.messages.shared_weights import SharedWeights
-from headrace.schemas.messages.weights import Arrays, WeightsVersion, read_weights
+from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, WeightsVersion, read_weights
 from headrace.schemas.messages.weights_file import NewFile
 from headrace.schemas.messages.weights_messages import PIECE_BYTES
 
@@ -239,7 +239,14 @@ class WeightsReceiver:
         self._take(header, arrays, now)
 
     def _start(self, version: Version, sizes: list[int]) -> ArrivingWeights:
-        """Make room for a version. Memory is taken as pieces come, not at once."""
+        """Make room for a version. Memory is taken as pieces come, not at once.
+
+        Raises `DecodeError` for sizes that no version has. A version of no bytes would never be complete.
+        """
+        size = sum(sizes)
+        if not 0 < size <= MOST_WEIGHTS_BYTES or len(sizes) > DEFAULT_LIMITS.frames:
+            allowed = f"1 to {MOST_WEIGHTS_BYTES} in {DEFAULT_LIMITS.frames} are allowed"
+            raise DecodeError("payload_sizes", f"weights {version} of {size} bytes in {len(sizes)} frames; {allowed}")
         self._stop()
         room = self._shared.arriving(version, sizes) if self._shared is not None else None
         if room is None and self._shared is not None:
