@@ -46,7 +46,7 @@ test-long: $(READY) ## all tests, and one round of all benches
 	$(PYTEST) $(PYTEST_FLAGS)
 	$(BIN)/python tests/bench/run.py --quick
 
-fuzz: $(READY) ## lie for MINUTES=10 to broker, learner, worker, env hosts, policy server, readers of run files and Redis, a whole fleet
+fuzz: $(READY) ## lie for MINUTES=10 to broker, learner, worker, policy server, a whole fleet
 	$(BIN)/python tests/fuzz/run.py $(MINUTES)
 
 lint: $(READY) ## format, lint, types, spelling, layers and the budget of lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import ssl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,6 @@ from redis.exceptions import (
     NoPermissionError,
     OutOfMemoryError,
     RedisError,
-    ResponseError,
 )
 from redis.retry import Retry
 
@@ -151,90 +150,50 @@ def ask(client: redis.Redis, *command: str | bytes) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RedisReader:
-    """The few typed reads that Headrace does. All results are bytes that any other program may have written."""
+    """The few typed reads that Headrace does. All results are bytes. A key of another type counts as a failure."""
 
     client: redis.Redis
-
-    def hash(self, key: str) -> dict[bytes, bytes]:
-        """Return all fields of a hash; empty when there is none."""
-        return dict(ask(self.client, "HGETALL", key))
 
     def fields(self, key: str) -> list[bytes]:
         """Return the names of all fields of a hash."""
         return list(ask(self.client, "HKEYS", key))
 
     def field(self, key: str, field: str) -> bytes | None:
-        """Return one field of a hash; None too for a key that is no hash."""
+        """Return one field of a hash; None without it."""
         return self._bytes("HGET", key, field)
 
     def text(self, key: str) -> bytes | None:
-        """Return the value of a string key; None too for a key that is no string."""
+        """Return the value of a string key; None without one."""
         return self._bytes("GET", key)
 
-    def lengths(self, key: str, fields: Sequence[str]) -> list[int]:
-        """Return the bytes in each of these fields of a hash, without fetching them; 0 for one that is absent."""
-        with self.client.pipeline(transaction=False) as pipe:
-            for field in fields:
-                pipe.hstrlen(key, field)
-            return [int(length) for length in pipe.execute()]
-
     def entries(self, key: str, after: str, most: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        """Return up to `most` entries of a stream with ids above `after`; none for a key that is no stream."""
+        """Return up to `most` entries of a stream with ids above `after`."""
         return self._entries("XRANGE", key, f"({after}", "+", "COUNT", str(most))
 
     def newest_entry(self, key: str) -> tuple[bytes, dict[bytes, bytes]] | None:
-        """Return the newest entry of a stream; None if it has none, and for a key that is no stream."""
+        """Return the newest entry of a stream; None if it has none."""
         found = self._entries("XREVRANGE", key, "+", "-", "COUNT", "1")
         return found[0] if found else None
 
     def _entries(self, *command: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        try:
-            return [(identity, fields or {}) for identity, fields in self._ask_right_type(*command) or ()]
-        except ResponseError as error:
-            if "invalid start ID" in str(error):  # no id can follow the largest one
-                return []
-            raise
+        return [(identity, fields or {}) for identity, fields in ask(self.client, *command) or ()]
 
-    def hashes_at_once(self, keys: Mapping[str, str]) -> tuple[dict[str, dict[bytes, bytes]], list[str]]:
+    def hashes_at_once(self, keys: Mapping[str, str]) -> dict[str, dict[bytes, bytes]]:
         """Read several hashes as of one moment (MULTI). Return them by the names that `keys` gives them.
 
         A Redis that is out of memory takes no MULTI. It takes no writes either, so the hashes do not change meanwhile.
-        A key that is not a hash counts as empty, and has a sentence in the second list.
         """
         try:
-            answers = self._hashes(keys, together=True)
+            return self._hashes(keys, together=True)
         except (ExecAbortError, OutOfMemoryError):
-            answers = self._hashes(keys, together=False)
-        wrong = {name: answer for name, answer in answers.items() if not isinstance(answer, dict)}
-        for answer in wrong.values():
-            if not str(answer).startswith("WRONGTYPE"):
-                raise answer
-        return answers | {name: {} for name in wrong}, [f"{name}: is not a hash" for name in wrong]
+            return self._hashes(keys, together=False)
 
     def _hashes(self, keys: Mapping[str, str], *, together: bool) -> dict[str, Any]:
         with self.client.pipeline(transaction=together) as pipe:
             for key in keys.values():
                 pipe.hgetall(key)
-            return dict(zip(keys, pipe.execute(raise_on_error=False), strict=True))
-
-    def foreign(self, expected: Mapping[str, str]) -> list[str]:
-        """Return a sentence for each of these keys that is there with another type than `expected` says."""
-        with self.client.pipeline(transaction=False) as pipe:
-            for key in expected:
-                pipe.type(key)
-            types = dict(zip(expected, (found.decode() for found in pipe.execute()), strict=True))
-        wrong = {key: found for key, found in types.items() if found not in ("none", expected[key])}
-        return [f"{key} is a {found}, not a {expected[key]}" for key, found in wrong.items()]
+            return dict(zip(keys, pipe.execute(), strict=True))
 
     def _bytes(self, *command: str) -> bytes | None:
-        value = self._ask_right_type(*command)
-        return value if isinstance(value, bytes) else None
-
-    def _ask_right_type(self, *command: str) -> Any:
-        """Return the answer to a command; None for a key of another type than the command is for."""
-        try:
-            return ask(self.client, *command)
-        except ResponseError as error:
-            if str(error).startswith("WRONGTYPE"):
-                return None
-            raise
+        value: bytes | None = ask(self.client, *command)
+        return value

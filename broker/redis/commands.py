@@ -20,12 +20,12 @@ reader.
 """
 
 READS = (
-    *("exec", "get", "hget", "hgetall", "hkeys", "hmget", "hstrlen", "multi", "ping", "select", "type"),
+    *("exec", "get", "hget", "hgetall", "hkeys", "hmget", "multi", "ping", "select", "type"),
     *("xrange", "xrevrange"),
 )
 """Commands of both users, named as in ACL rules."""
 WRITES = (
-    *("del", "eval", "evalsha", "expire", "hdel", "hincrby", "hset", "info", "persist", "pexpire", "script|load"),
+    *("del", "eval", "evalsha", "expire", "hdel", "hset", "info", "persist", "pexpire", "script|load"),
     *("set", "unlink", "xadd"),
 )
 """Commands that only the writer may use."""

@@ -14,22 +14,12 @@ FLIP makes a blob of weights the current one, unless a newer version is.
 from __future__ import annotations
 
 MERGE = """
--- KEYS as named below; ARGV[1]: JSON of the report (see report.py: _as_json); from ARGV[2] on, the type of each key.
--- Returns the counters it had to skip, and the rows that Redis has newer ones of; 'other' where the last part that
--- Redis got is not the one that the broker thinks.
+-- KEYS as named below; ARGV[1]: JSON of the report (see report.py: _as_json). Returns the rows that Redis has newer
+-- ones of; 'other' where the last part that Redis got is not the one that the broker thinks.
 local FLEET, LEDGER, FOLDED, TOTALS, SOURCES, GAUGES, WORKERS, LEASE, GROUPS, GROUP_LEDGER, GROUP_FOLDED, INCARNATIONS,
   RUNNER_STATE, EVENTS, METRICS, METRIC_SUMS, POLICIES, ERRORS, TASKS, TASK_FIGURES, HISTORY_5S, HISTORY_60S =
   unpack(KEYS)
 local report = cjson.decode(ARGV[1])
-local skipped = {}
-
--- A key of another type would stop the script in its middle.
-for i, key in ipairs(KEYS) do
-  local found, wanted = redis.call('TYPE', key).ok, ARGV[i + 1]
-  if found ~= 'none' and found ~= wanted then
-    return redis.error_reply('WRONGTYPE ' .. key .. ' is a ' .. found .. ', not a ' .. wanted .. '; delete that key')
-  end
-end
 
 local contract = redis.call('HGET', FLEET, 'contract_version')
 if contract and contract ~= report.fleet.contract_version then
@@ -59,25 +49,11 @@ local function replace(key, fields)
   set(key, fields)
 end
 
--- Any program may have written the values that the script finds. It judges their form before it reads their parts: an
--- error of Lua would stop it in its middle, at each report again.
-local function are_pairs(list)
-  if type(list) ~= 'table' then return false end
-  for _, pair in pairs(list) do
-    if type(pair) ~= 'table' or type(pair[1]) ~= 'number' or type(pair[2]) ~= 'number' then return false end
-  end
-  return true
-end
-
--- What a row knows: batches cut, batches settled, steps and chunks accepted; nil for a value that is no row. For a
--- closed life: the steps accepted or lost, and how many are not held any more, since a dead broker's batches are lost.
+-- What a row knows: batches cut, batches settled, steps and chunks accepted. For a closed life: the steps accepted or
+-- lost, and how many are not held any more, since a dead broker's batches are lost.
 local function knowledge(row)
-  if type(row) ~= 'table' or type(row.totals) ~= 'table' or type(row.settled) ~= 'table'
-      or type(row.accepted) ~= 'table' then return nil end
   local measures = {row.totals.seq, row.settled.seq, row.accepted[1], row.accepted[2], 0}
-  for i = 1, 4 do if type(measures[i]) ~= 'number' then return nil end end
   if row.closed then
-    if not (are_pairs(row.lost) and are_pairs({row.held}) and row.held) then return nil end
     for _, count in pairs(row.lost) do
       measures[3], measures[4] = measures[3] + count[1], measures[4] + count[2]
     end
@@ -87,25 +63,15 @@ local function knowledge(row)
 end
 
 local function knows_less(new, stored)
-  local ok, old = pcall(cjson.decode, stored)
-  local before = ok and knowledge(old)
-  if not before or (new.closed and not old.closed) then return false end
+  local old = cjson.decode(stored)
+  if new.closed and not old.closed then return false end
   if old.closed and not new.closed then return true end
-  local now = knowledge(new)
+  local before, now = knowledge(old), knowledge(new)
   for i = 1, 5 do if now[i] < before[i] then return true end end
   return false
 end
 
-local totals, added, sources = {}, {}, {}
-
--- Whether a counter of the fleet can be added to. What is added, and counters of sources, are written at the end.
-local function is_count(name)
-  if totals[name] == nil then
-    local total = redis.call('HGET', TOTALS, name) or '0'
-    totals[name] = #total < 19 and string.match(total, '^%d+$') ~= nil and tonumber(total)  -- HINCRBY takes 64 bits
-  end
-  return totals[name] ~= false
-end
+local added, sources = {}, {}  -- written at the end
 
 local function merge_counters(source, counters)
   local names, fields = {}, {}
@@ -116,9 +82,7 @@ local function merge_counters(source, counters)
   local stored = redis.call('HMGET', SOURCES, unpack(fields))
   for i, name in ipairs(names) do
     local before, value = tonumber(stored[i] or '0'), counters[name]
-    if not before or not (before < 2^53) or not is_count(name) then  -- not (x < y): x may be nan
-      skipped[#skipped + 1] = fields[i]
-    elseif value > before then
+    if value > before then
       added[name] = (added[name] or 0) + value - before
       sources[fields[i]] = string.format('%.0f', value)
     end
@@ -146,10 +110,8 @@ local function is_of_group(slot) return string.find(slot, '/', 1, true) end
 -- Returns the highest folded life of a slot, the number of its folded lives, and the gaps between them.
 local function lives_of(slot)
   local text = redis.call('HGET', is_of_group(slot) and GROUP_FOLDED or FOLDED, slot)
-  local ok, known = pcall(cjson.decode, text or '')
-  if not ok or type(known) ~= 'table' or type(known.highest) ~= 'number' or not are_pairs(known.missing) then
-    return 0, 0, {}
-  end
+  if not text then return 0, 0, {} end
+  local known = cjson.decode(text)
   local count = known.highest
   for _, gap in ipairs(known.missing) do count = count - (gap[2] - gap[1] + 1) end
   return known.highest, count, known.missing
@@ -163,9 +125,9 @@ local function move(source, folded)
     local values = redis.call('HMGET', SOURCES, unpack(fields))
     for i, name in ipairs(report.counter_names) do
       local value = tonumber(values[i] or '0')
-      if value and value > 0 then
+      if value > 0 then
         local field = folded .. '/' .. name
-        local before = tonumber(redis.call('HGET', SOURCES, field) or '0') or 0
+        local before = tonumber(redis.call('HGET', SOURCES, field) or '0')
         moved[field] = string.format('%.0f', before + value)
       end
     end
@@ -224,12 +186,7 @@ for source, counters in pairs(report.counters) do
 end
 local sums = {}
 for name, more in pairs(added) do
-  local sum = totals[name] + more
-  if sum < 2^53 then
-    sums[name] = string.format('%.0f', sum)
-  else
-    redis.call('HINCRBY', TOTALS, name, string.format('%.0f', more))
-  end
+  sums[name] = string.format('%.0f', tonumber(redis.call('HGET', TOTALS, name) or '0') + more)
 end
 set(TOTALS, sums)
 set(SOURCES, sources)
@@ -281,14 +238,12 @@ for _, key in ipairs({GAUGES, WORKERS, POLICIES, METRICS}) do redis.call('PEXPIR
 if report.fleet.ended_unix_s then
   for _, key in ipairs({POLICIES, METRICS}) do redis.call('PERSIST', key) end
 end
-local held = tonumber(redis.call('HGET', LEASE, 'epoch') or '0') or 0
-if not (held < 2^40 - 1) then held = 0 end  -- nan too; MOST_EPOCH of bounds.py: an older broker without bounds wrote it
+local held = tonumber(redis.call('HGET', LEASE, 'epoch') or '0')
 local epoch = tonumber(report.lease.epoch or '-1')
 if epoch == held then set(LEASE, report.lease)  -- a new broker does not know yet who holds it
 elseif epoch > held then replace(LEASE, report.lease) end
 for slot, incarnation in pairs(report.incarnations) do
-  local highest = tonumber(redis.call('HGET', INCARNATIONS, slot) or '0') or 0
-  if not (highest < 999999999) then highest = 0 end  -- MOST_LIVES
+  local highest = tonumber(redis.call('HGET', INCARNATIONS, slot) or '0')
   if incarnation > highest then redis.call('HSET', INCARNATIONS, slot, string.format('%.0f', incarnation)) end
 end
 
@@ -300,23 +255,16 @@ for _, name in ipairs(report.env_errors_gone) do redis.call('HDEL', ERRORS, name
 
 local seen = 0
 if redis.call('HGET', FLEET, 'event_source') == report.event_source then
-  seen = tonumber(redis.call('HGET', FLEET, 'event_number') or '0') or 0
-  if not (seen < 2^53) then seen = 0 end
-end
-local function append(event)
-  return redis.pcall('XADD', EVENTS, 'MAXLEN', '~', '1000', '*', unpack(event.fields))
+  seen = tonumber(redis.call('HGET', FLEET, 'event_number') or '0')
 end
 for _, event in ipairs(report.events) do
   if event.number > seen then
-    if append(event).err then  -- no id is above the newest one
-      redis.call('DEL', EVENTS)
-      append(event)
-    end
+    redis.call('XADD', EVENTS, 'MAXLEN', '~', '1000', '*', unpack(event.fields))
     seen = event.number
   end
 end
 redis.call('HSET', FLEET, 'event_source', report.event_source, 'event_number', string.format('%.0f', seen))
-return {skipped, newer}
+return newer
 """
 
 CLAIM = """

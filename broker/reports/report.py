@@ -120,8 +120,6 @@ class MergeScript:
         self._clock = clock
         self._script = client.register_script(MERGE)
         self._keys = [keys.key_name(fleet_id, key) for key in _WRITTEN]
-        self._types = [key.type for key in _WRITTEN]
-        self._skipped: set[bytes] = set()
         self._fleet = {
             **(about or {}),
             "contract_version": str(keys.CONTRACT_VERSION),
@@ -163,15 +161,11 @@ class MergeScript:
         }
         if part.is_first:
             body["gauges"]["redis_failures"] = str(failures)
-        answer: Any = self._script(keys=self._keys, args=[orjson.dumps(body), *self._types])
+        answer: Any = self._script(keys=self._keys, args=[orjson.dumps(body)])
         if answer == b"other":
             return None
         self._newest = written
-        skipped, newer = answer
-        for name in set(skipped) - self._skipped:
-            log.error("counter %s in Redis is not a number and is left as it is; the audit will name it", name.decode())
-            self._skipped.add(name)
-        return {name.decode() for name in newer}
+        return {name.decode() for name in answer}
 
 
 def _as_json(part: Part) -> dict[str, Any]:
@@ -279,8 +273,8 @@ def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
         keys.TASK_FIGURES,
         *keys.OF_GROUPS,
     )
-    raw, wrong = RedisReader(client).hashes_at_once({key.name: keys.key_name(fleet_id, key) for key in wanted})
-    values = HashParser(garbage=wrong)
+    raw = RedisReader(client).hashes_at_once({key.name: keys.key_name(fleet_id, key) for key in wanted})
+    values = HashParser()
     saved = SavedState(
         rows=values.rows(raw["ledger"]),
         folded=values.folded(raw["folded"]),

@@ -11,7 +11,7 @@ from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.source import Peer, Source
 from headrace.broker.reports.fleet_reports import FleetReports
 from headrace.broker.sessions.core import BrokerCore
-from headrace.schemas.basics.bounds import MOST_EPOCH, EpochOrNone
+from headrace.schemas.basics.bounds import EpochOrNone
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.credentials.tokens import digest_of, same_token
@@ -107,10 +107,7 @@ class TaskBoard(BrokerObserver):
 
 def _parsed(text: bytes, where: str) -> KeptTasks:
     try:
-        kept = KeptTasks.model_validate_json(text or b"{}")
-        if kept.tasks.version[0] <= kept.epoch <= MOST_EPOCH // 2:  # as `check_books` has it
-            return kept
-        raise ValueError(f"epoch {kept.epoch}")
+        return KeptTasks.model_validate_json(text or b"{}")
     except ValueError as error:
         log.error("the tasks in %s are damaged (%s), and are left out", where, type(error).__name__)
         return KeptTasks()

@@ -172,11 +172,15 @@ def _lost_ends(evidence: Evidence, snapshot: Snapshot) -> Iterator[str]:
             )
 
 
-def settled_by_life(position: Any, fleet_id: str) -> dict[Life, Settled]:
-    """Return the settled batches by life, from a checkpoint's position; {} if it is damaged or of another fleet."""
+def position_by_life(position: Any, fleet_id: str) -> dict[Life, SourcePosition]:
+    """Return a checkpoint's position in the batches of each life; {} if it is damaged or of another fleet."""
     try:
         ours = [place for place in position if place.get("fleet_id", fleet_id) in ("", fleet_id)]
-        places = _POSITION.validate_python(ours)
+        return {(place.slot, place.incarnation): place for place in _POSITION.validate_python(ours)}
     except (ValidationError, AttributeError, TypeError):
         return {}
-    return {(place.slot, place.incarnation): place.settled for place in places}
+
+
+def settled_by_life(position: Any, fleet_id: str) -> dict[Life, Settled]:
+    """Return the settled batches by life, from a checkpoint's position."""
+    return {life: place.settled for life, place in position_by_life(position, fleet_id).items()}

@@ -243,10 +243,7 @@ def _read_private(path: Path) -> tuple[int, str] | None:
         known = orjson.loads(read_regular(path))
     except (OSError, orjson.JSONDecodeError):
         return None
-    port, password = (known.get("port"), known.get("password")) if isinstance(known, dict) else (None, None)
-    if not isinstance(port, int) or not isinstance(password, str) or not password.isalnum() or not 0 < port < 65536:
-        return None
-    return port, password
+    return known["port"], known["password"]
 
 
 def _url(port: int, password: str) -> str:

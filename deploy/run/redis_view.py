@@ -30,9 +30,8 @@ READ_TIMEOUT_S = 2.0
 
 _ROW_VALUES: TypeAdapter[dict[str, float]] = TypeAdapter(RowValues, config=ConfigDict(allow_inf_nan=False))
 
-_OF_ONE_NAME = tuple(key for key in keys.TABLE if "{" not in key.name)
 _OF_BROKER_ALONE = (keys.RUNNER_STATE, keys.METRIC_SUMS)
-_READ = tuple(key for key in _OF_ONE_NAME if key.type == "hash" and key not in _OF_BROKER_ALONE)
+_READ = tuple(key for key in keys.TABLE if "{" not in key.name and key.type == "hash" and key not in _OF_BROKER_ALONE)
 
 MOST_ROWS_AT_ONCE = 500
 MOST_EVENTS = 1000
@@ -100,8 +99,7 @@ class Snapshot:
     @property
     def report_interval_s(self) -> float:
         """Return the time between two reports; 0 where the broker does not tell it."""
-        told = self.settings.get("broker.report_interval_s")
-        return told if isinstance(told, float) else 0.0
+        return float(self.settings.get("broker.report_interval_s", 0.0))
 
     def is_folded(self, life: SourceKey) -> bool:
         """Return whether this life has ended and its row was added to the folded lives of its slot."""
@@ -153,12 +151,10 @@ class FleetView(Closable):
         """
         raw: dict[str, Hash] = {key.name: {} for key in _READ}
         with naming_failures(self._url, READ_TIMEOUT_S):
-            found, _ = self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key) for key in of})
-            wrong = self._reader.foreign({keys.key_name(self._fleet_id, key): key.type for key in _OF_ONE_NAME})
-        raw |= found
+            raw |= self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key) for key in of})
         if seen := keys.other_contract(raw["fleet"].get(b"contract_version")):
             raise RedisContractError(self._url, self._fleet_id, seen, keys.CONTRACT_VERSION)
-        values = HashParser(garbage=wrong)
+        values = HashParser()
         rows, folded = values.rows(raw["ledger"]), values.folded(raw["folded"])
         lease = values.lease(raw["lease"])
         groups = values.groups(*(raw[key.name] for key in keys.OF_GROUPS))
@@ -268,9 +264,7 @@ def told_versions(seen: Snapshot) -> dict[str, str]:
         told["learner"] = seen.lease.get("headrace_version", "")
     for slot, state in sorted(seen.workers.items()):
         told[f"worker-{slot}"] = state.get("headrace_version", "")
-        hosts = state.get("env_hosts")
-        found = hosts.get("versions") if isinstance(hosts, Mapping) else None
-        if versions := [str(version) for version in found] if isinstance(found, list) else []:
+        if versions := state.get("env_hosts", {}).get("versions", []):
             told[f"env hosts of worker-{slot}"] = ", ".join(versions) if all(versions) else ""
     return {name: one_line(str(version))[:MOST_VERSION] for name, version in told.items()}
 

@@ -91,6 +91,5 @@ def await_start(run_dir: Path, timeout_s: float) -> None:
 
 def keys_folder(run_dir: str | Path) -> str | None:
     """Return the folder of keys in the config of the fleet in `run_dir`; None: as the environment says, or none."""
-    section = read_object(Path(run_dir) / "config.json").get("keys")
-    folder = section.get("dir") if isinstance(section, dict) and DIR_VARIABLE not in os.environ else None
-    return folder if isinstance(folder, str) and folder else None
+    section = read_object(Path(run_dir) / "config.json").get("keys", {})
+    return None if DIR_VARIABLE in os.environ else section.get("dir") or None

@@ -31,7 +31,6 @@ from headrace.schemas.chunks.open_episodes import OpenEpisodes, in_order, index_
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.chunks.task import Task, stamps
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.frames.manifest import ALLOWED_DTYPES
 from headrace.schemas.messages import SourceEnd
 
 MOST_PLACES = 1 << 20
@@ -312,8 +311,6 @@ class SourceEpisodes:
 def _template(end: SourceEnd, module_id: str, spaces: Spaces, told: Mapping[str, Any]) -> ChunkBatch:
     """Return a batch of no chunks with the columns that the worker told of, and those that its spaces ask for."""
     forms = {name: (dtype, tuple(shape)) for name, (dtype, shape) in told.items() if not name.startswith("_")}
-    if strange := sorted({dtype for dtype, _ in forms.values()} - ALLOWED_DTYPES):
-        raise DecodeError("bad_dtype", f"columns of module {module_id!r:.100} have the dtypes {strange!r:.200}")
     columns = {name: np.empty((0, *shape), dtype) for name, (dtype, shape) in forms.items()}
     for leaf_name, leaf in (*leaves(spaces.observation, "obs"), *leaves(spaces.action, "actions")):
         columns[leaf_name] = np.empty((0, *leaf_shape(leaf)), column_dtype(leaf))

@@ -27,7 +27,7 @@ from headrace.learner_stub.streaming.source_progress import (
     position_of,
 )
 from headrace.schemas.accounts.ledger import Count, Drop, HeldBatch
-from headrace.schemas.basics.bounds import MOST_COUNT, TRAIN, Version
+from headrace.schemas.basics.bounds import TRAIN, Version
 from headrace.schemas.basics.headrace_version import headrace_version, program_name
 from headrace.schemas.chunks.batch import BatchCounts
 from headrace.schemas.chunks.module_spaces import module_spaces_from_json
@@ -51,11 +51,6 @@ from headrace.schemas.messages import (
 )
 
 log = logging.getLogger("headrace.learner")
-
-_MOST_SETTLED = MOST_COUNT // 2
-"""Most batches, steps or chunks that the broker may report as settled. The learner adds its own, and the sum must stay
-a count.
-"""
 
 SILENCE_S = 5.0
 """Seconds without a word of the broker after which a stream says HELLO again."""
@@ -160,7 +155,7 @@ class LearnerSession:
         }
 
     def receive(self, message: Message, now: float) -> None:
-        """Take any control message from the broker. Raises `DecodeError` for a claim that cannot be true."""
+        """Take any control message from the broker."""
         self._heard = now
         self.exhausted = isinstance(message, Status) and not message.workers and not message.held_batches
         handler = self._handlers.get(type(message))
@@ -374,8 +369,6 @@ class LearnerSession:
         Dropped ones leave a hole in their episodes. So do those that an earlier life of this learner committed after
         the checkpoint that was left.
         """
-        if max(start.settled.seq, *start.settled.total()) > _MOST_SETTLED:
-            raise DecodeError("implausible", f"{start.settled.total()} steps and chunks are settled of one worker")
         key = (start.slot, start.incarnation)
         source = self._sources.setdefault(key, SourceProgress())
         if start.settled.seq <= source.received:

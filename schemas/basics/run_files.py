@@ -146,17 +146,14 @@ def endpoint_in(run_dir: Path, role: str) -> str:
     "dashboard".
     """
     for name in ("broker.json", "fleet.json"):
-        endpoints = read_object(run_dir / name).get("endpoints")
-        endpoint = endpoints.get(role) if isinstance(endpoints, dict) else None
-        if endpoint:
+        if endpoint := read_object(run_dir / name).get("endpoints", {}).get(role):
             return str(endpoint) if role == "dashboard" or is_broker_address(endpoint) else ""
     return ""
 
 
 def run_state(run_dir: Path) -> str:
     """Return the state of the run in `run_dir`, as its supervisor noted it; "" for none."""
-    state = read_object(run_dir / "fleet.json").get("state")
-    return state if isinstance(state, str) else ""
+    return str(read_object(run_dir / "fleet.json").get("state", ""))
 
 
 def mode_for_others(descriptor: int, path: Path) -> int:

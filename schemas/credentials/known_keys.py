@@ -22,9 +22,6 @@ from headrace.schemas.errors import KeysError
 
 log = logging.getLogger(__name__)
 
-MOST_FILES = 4096
-"""Files .public in one folder. Further ones are left out, and the log says so. No .revoked file is left out."""
-
 LOOK_S = 2.0
 """Seconds between two looks."""
 
@@ -87,17 +84,11 @@ class KnownKeys:
     def _changed(self) -> dict[str, _Stamp] | None:
         """Return the files with their stamps; None if the folder cannot be read."""
         found: dict[str, _Stamp] = {}
-        admitting = 0
         try:
             with os.scandir(self._folder) as entries:
                 for entry in entries:
                     name = entry.name
                     if not name.endswith((".public", ".revoked")) or name.partition(".")[0] not in self._roles:
-                        continue
-                    admitting += name.endswith(".public")
-                    if name.endswith(".public") and admitting > MOST_FILES:
-                        text = f"{self._folder} has more than {MOST_FILES} public keys; the others are left out"
-                        self._warnings.warn(b"", "many", text)
                         continue
                     with suppress(OSError):  # it has gone meanwhile, or is a link to nothing
                         status = entry.stat()

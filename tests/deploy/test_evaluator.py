@@ -122,8 +122,8 @@ def test_a_torn_line_is_left_out_and_the_next_line_is_whole(tmp_path: Path) -> N
     assert ("evaluation", "mean return 3 (std 0.5) over 2 episodes after 10 steps, the best so far") in view.rows()
 
 
-@pytest.mark.parametrize("content", [b"", b"null\n", b"[]\n", b'{"return": {"mean": "x"}}\n'])
-def test_a_malformed_log_has_no_evaluations(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b'{"return":\n'])
+def test_a_torn_log_has_no_evaluations(tmp_path: Path, content: bytes) -> None:
     log = EvaluationLog(tmp_path)
     log.path.write_bytes(content)
     assert (log.take_new(), log.newest) == ([], None)

@@ -1,4 +1,4 @@
-"""Fuzzing of all input that a fleet reads from others: messages, files of a run directory, Redis.
+"""Fuzzing of all input that a fleet reads from others: messages of peers.
 
 Run every target for N minutes in all with `python tests/fuzz/run.py N`, or `make fuzz MINUTES=N`. A finding names its
 target and its seed, which go into `corpus.json`; `python tests/fuzz/run.py 0 TARGET SEED` plays it again.
@@ -7,12 +7,8 @@ target and its seed, which go into `corpus.json`; `python tests/fuzz/run.py 0 TA
     learner     a learner's stream, from a broker that lies
     worker      a worker's session and weights, from a broker that lies
     teacher     a publisher of tasks, from a broker that lies, and a broker's tasks, from teachers that lie
-    env-port    a worker's port for env hosts, from hosts that lie beside an honest one
-    env-host    an env host, from a worker that lies
     serving     policy servers of one agent and of several, from clients by ZeroMQ and by HTTP
     raw         a broker's Unix sockets and a policy server's port, from peers that speak ZMTP by hand
-    files       the files of a run directory
-    redis       the values in Redis
     fleet       a whole fleet of real processes, from strangers at its Unix sockets
     keyed-fleet the same fleet by TCP, from strangers who have its keys, and some who have none
 """
@@ -64,12 +60,8 @@ TARGETS: dict[str, Callable[[], AbstractContextManager[Play]]] = {
     "learner": _in("fuzz.learner", "learner"),
     "worker": _in("fuzz.worker", "worker"),
     "teacher": _in("fuzz.teacher", "teacher"),
-    "env-port": _in("fuzz.env_port", "env_port"),
-    "env-host": _in("fuzz.env_host", "env_host"),
     "serving": _in("fuzz.serving", "serving"),
     "raw": _in("fuzz.raw_peers", "raw_peers"),
-    "files": _in("fuzz.run_files", "files"),
-    "redis": _in("fuzz.redis_values", "redis_values"),
     "fleet": _in("fuzz.fleet", "fleet"),
     "keyed-fleet": _in("fuzz.fleet", "keyed_fleet"),
 }

@@ -37,7 +37,6 @@ from headrace.schemas.accounts.redis_keys import (
     INCARNATIONS,
     LEDGER,
     SOURCES,
-    TABLE,
     TOTALS,
     key_name,
 )
@@ -103,7 +102,7 @@ def test_the_audit_finds_each_changed_number_of_a_row_and_names_the_row(
     ledger = key_name(fleet_id, LEDGER)
     good = client.hget(ledger, field)
     row = orjson.loads(good)
-    paths = list(numbers(row))
+    paths = [path for path in numbers(row) if path not in (("slot",), ("incarnation",))]  # its field names them
     assert len(paths) >= 18
     slot, incarnation = field.split("/")
     with reported:
@@ -176,23 +175,6 @@ def test_the_audit_reports_when_the_books_of_a_lost_unsupervised_worker_close(ur
     assert snapshot.rows[0, 1].closed
     assert "lost_lives_close_unix_s" not in snapshot.gauges
     assert audit(snapshot) == []
-
-
-def test_the_audit_finds_any_key_of_a_wrong_type(reported: FleetView, fleet_id: str, client: Any) -> None:
-    with reported:
-        for key in TABLE:
-            name = key_name(fleet_id, key, version="1-1")
-            aside = name + ":aside"
-            there = client.exists(name)
-            if there:
-                client.rename(name, aside)
-            client.sadd(name, "a set")
-            if "{" not in key.name:
-                assert any(f"{name} is a set, not a {key.type}" in problem for problem in audit(reported.read()))
-            client.delete(name)
-            if there:
-                client.rename(aside, name)
-        assert audit(reported.read()) == []
 
 
 class Run:

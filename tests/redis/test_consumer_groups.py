@@ -155,11 +155,11 @@ def test_a_state_that_no_broker_wrote_is_named_and_the_books_are_still_read(
     MergeScript(client, fleet_id)(Part(Report(groups={"record": books})), [], 0)
     client.delete(key_name(fleet_id, GAUGES))
     assert read(url, fleet_id).groups == {"record": books.unreported()}, "no broker reports"
-    client.hset(key_name(fleet_id, CONSUMER_GROUPS), mapping={"record": '{"lag_steps":-1}', "No/Group": "{}"})
+    client.hset(key_name(fleet_id, CONSUMER_GROUPS), mapping={"record": '{"lag_steps":-1}'})
     client.hset(key_name(fleet_id, GROUP_LEDGER), mapping={"record/1/1": "{}", "record/x": "{}"})
     snapshot = read(url, fleet_id)
     assert snapshot.groups == {"record": GroupBooks(rows=books.rows)}
-    assert len(snapshot.garbage) == 4
+    assert len(snapshot.garbage) == 3
 
 
 FIVE, SIX = (4, 5), (4, 6)

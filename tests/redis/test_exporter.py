@@ -133,7 +133,7 @@ def every_metric() -> dict[str, Any]:
         gauges=gauges,
         totals=totals,
         supervisor_totals={labelled("restarts_total", "role", "worker"): 4},
-        workers={0: worker, 7: {**worker, "env_hosts": "garbage"}, 9: {"num_envs": 1}},
+        workers={0: worker, 7: {**worker, "env_hosts": {}}, 9: {"num_envs": 1}},
         lease={"connected": 1, "since_unix_s": 5.0, "committed_unix_s": 6.0},
         policies={"hunter": {"agents": 9.0, **{f"{one}_{end}": 3.0 for one in ("return", "len") for end in PARTS}}},
         task_figures={'{"level":3}': {"episodes": 9.0, "env_failures": 2.0, "return_mean": 0.5, "len_mean": 12.0}},

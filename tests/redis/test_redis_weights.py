@@ -82,10 +82,6 @@ def test_a_malformed_pointer_counts_as_absent(shelf: RedisBlob, client: Any, fle
     ("field", "value"),
     [
         ("sizes", b"[5000000000]"),
-        ("sizes", b'["3"]'),
-        ("sizes", b"{}"),
-        ("sizes", b"[" * 1000),
-        ("sizes", b"[-1]"),
         ("sizes", b"[]"),
         ("0/0", b"shorter"),
         ("1/0", bytes(PIECE_BYTES + 1)),

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from headrace.broker.redis.rows import ReceivedRow
@@ -25,20 +24,12 @@ from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.logged_metrics import LoggedMetric, SumsOfLife
 from headrace.schemas.accounts.redis_keys import (
     EVENTS,
-    FLEET,
-    FOLDED,
-    INCARNATIONS,
-    LEARNER_ROWS,
     LEASE,
     LEDGER,
-    SOURCES,
     TABLE,
     TOTALS,
-    WORKERS,
-    Key,
     key_name,
 )
-from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
 from headrace.schemas.errors import RedisUnavailableError
 from headrace.schemas.messages import LearnerRow
 from support.waiting import wait_until
@@ -299,10 +290,6 @@ def test_held_batches_of_a_closed_life_can_become_lost_but_not_held_again(
 
 
 def test_lease_and_incarnations_never_go_back(url: str, fleet_id: str) -> None:
-    # a peer's numbers at their bound, which an earlier broker took: no report could ever be newer
-    report_once(url, fleet_id, Report(lease={"epoch": MOST_EPOCH, "token": "liar"}, incarnations={0: MOST_LIVES}))
-    poisoned = read(url, fleet_id)
-    assert ("epoch" in poisoned.lease, poisoned.incarnations) == (False, {})
     report_once(url, fleet_id, Report(lease={"epoch": 10, "token": "new"}, incarnations={0: 12}))
     report_once(url, fleet_id, Report(lease={"epoch": 9, "token": "old"}, incarnations={0: 9, 1: 1}))
     snapshot = read(url, fleet_id)
@@ -458,92 +445,22 @@ def test_an_invalid_url_is_refused_at_once() -> None:
         RedisReporter("localhost", "fleet")
 
 
-WRITES = ("hset", "hincrby", "hdel", "del", "xadd", "pexpire", "set", "unlink")
-
-GARBAGE = [b"\x80\x04K\x01.", b"", b"-1", b"1e400", b"{", b"[]", b"\xff\xfe", b"9" * 400, b'{"slot": 0}']
+WRITES = ("hset", "hdel", "del", "xadd", "pexpire", "set", "unlink")
 
 
-def test_garbage_in_any_key_is_left_out_and_logged(
+def test_a_value_that_is_no_row_is_left_out_and_logged(
     url: str, fleet_id: str, client: Any, make_row: MakeRow, caplog: pytest.LogCaptureFixture
 ) -> None:
     report_once(url, fleet_id, Report(rows=[make_row()], lease={"epoch": 5}, incarnations={0: 1}))
-    for key in (LEDGER, INCARNATIONS, WORKERS, SOURCES, TOTALS):
-        for number, value in enumerate(GARBAGE):
-            client.hset(key_name(fleet_id, key), f"{number + 10}/1", value)
-            client.hset(key_name(fleet_id, key), value, b"1")
+    client.hset(key_name(fleet_id, LEDGER), mapping={"7/1": b"{", "x": b'{"slot": 0}', "8/1": b"\xff\xfe"})
     client.hset(key_name(fleet_id, LEASE), "since_unix_s", b"nan")
-    reporter = RedisReporter(url, fleet_id)
-    saved = reporter.take_saved(wait_s=30.0)
+    saved = RedisReporter(url, fleet_id).take_saved(wait_s=30.0)
     assert saved is not None
-    assert saved.rows == {(0, 1): make_row()}
-    assert saved.lease_epoch == 5
-    reporter.offer(Report(rows=[make_row(batches=11, settled=7), make_row(10, 1, 2, 1)]))
-    assert reporter.close(30.0)
-    snapshot = read(url, fleet_id)
-    assert snapshot.rows[0, 1].accepted == (352, 22)
-    assert snapshot.rows[10, 1].accepted == (64, 4)
+    assert (saved.rows, saved.lease_epoch) == ({(0, 1): make_row()}, 5)
     assert "left out a value in Redis" in caplog.text
+    snapshot = read(url, fleet_id)
+    assert (snapshot.rows, len(snapshot.garbage)) == ({(0, 1): make_row()}, 4)
     assert any("lease" in sentence for sentence in snapshot.garbage)
-
-
-def test_a_total_that_is_no_number_is_left_alone_and_logged(
-    url: str, fleet_id: str, client: Any, make_row: MakeRow, caplog: pytest.LogCaptureFixture
-) -> None:
-    report_once(url, fleet_id, Report(rows=[make_row(batches=10)]))
-    client.hset(key_name(fleet_id, TOTALS), "accepted_chunks_total", "many")
-    reporter = RedisReporter(url, fleet_id)
-    reporter.offer(Report(rows=[make_row(batches=11)]))
-    assert reporter.close(30.0)
-    assert caplog.text.count("counter 0/1/accepted_chunks_total in Redis is not a number") == 1
-    snapshot = read(url, fleet_id)
-    assert snapshot.totals["accepted_agent_steps_total"] == 352
-    assert any("accepted_chunks_total" in problem for problem in audit(snapshot))
-
-
-_LIFE = {"totals": {"seq": 99}, "settled": {"seq": 9}, "accepted": [1, 1], "closed": True}
-_LARGEST_ID = "18446744073709551615-18446744073709551615"
-
-
-@pytest.mark.parametrize(
-    ("key", "field", "value"),
-    [
-        (LEDGER, "9" * 5000 + "/1", "x"),
-        (LEDGER, "0/1", orjson.dumps(_LIFE | {"lost": {"stale": 1}, "held": [0, 0]})),
-        (LEDGER, "0/1", orjson.dumps(_LIFE | {"lost": {}, "held": []})),
-        (LEDGER, "0/1", orjson.dumps(_LIFE | {"lost": {}})),
-        (FOLDED, "0", b'{"highest": 5, "missing": [1]}'),
-        (TOTALS, "episodes_total", "9" * 30),
-        (TOTALS, "episodes_total", "9" * 19),
-        (SOURCES, "0/1/episodes_total", "inf"),
-        (LEASE, "epoch", "nan"),
-        (INCARNATIONS, "0", "nan"),
-    ],
-)
-def test_a_value_by_hand_keeps_no_other_value_out_of_redis(
-    url: str, fleet_id: str, client: Any, make_row: MakeRow, key: Key, field: str, value: Any
-) -> None:
-    client.hset(key_name(fleet_id, key), field, value)
-    report_once(url, fleet_id, Report(rows=[make_row()], lease={"epoch": 3}, incarnations={0: 1}))
-    snapshot = read(url, fleet_id)
-    assert snapshot.rows == {(0, 1): make_row()}
-    assert snapshot.totals["accepted_agent_steps_total"] == 320
-    assert (snapshot.lease["epoch"], snapshot.incarnations) == (3, {0: 1})
-
-
-def test_events_go_on_after_the_largest_id_that_a_stream_can_have(url: str, fleet_id: str, client: Any) -> None:
-    for key in (EVENTS, LEARNER_ROWS):
-        client.xadd(key_name(fleet_id, key), {"a": "b"}, id=_LARGEST_ID)
-    report_once(url, fleet_id, Report(events=[{"event": "worker_joined"}], gauges={"workers": 1.0}))
-    with FleetView(url, fleet_id) as view:
-        assert [event.kind for event in view.events()] == ["worker_joined"]
-        (last,) = view.learner_rows()
-        assert view.learner_rows(last.identity) == []
-
-
-def test_a_time_that_cannot_be_is_left_out(url: str, fleet_id: str, client: Any) -> None:
-    client.hset(key_name(fleet_id, FLEET), mapping={"reported_unix_s": "1e308", "ended_unix_s": "-1"})
-    snapshot = read(url, fleet_id)
-    assert (snapshot.reported_unix_s, snapshot.ended_unix_s, len(snapshot.garbage)) == (None, None, 2)
 
 
 @pytest.mark.parametrize("answer", [b":1", b"$abc", b":" + b"9" * 5000, b"*1\r\n" * 20_000 + b":1"])
@@ -566,20 +483,3 @@ def test_a_server_that_answers_what_no_redis_would_counts_as_an_outage(
             read(url, fleet_id)
         server.shutdown()
     assert caplog.text.count("it answers what no Redis would") == 1
-
-
-@pytest.mark.parametrize("key", [LEDGER, TOTALS, SOURCES])
-def test_a_key_of_another_type_counts_as_an_outage_until_it_is_removed(
-    url: str, fleet_id: str, client: Any, make_row: MakeRow, key: Key
-) -> None:
-    client.set(key_name(fleet_id, key), "not a hash")
-    client.hset(key_name(fleet_id, FLEET), "reported_unix_s", "1")
-    reporter = RedisReporter(url, fleet_id)
-    reporter.offer(fleet_report(make_row, 3))
-    wait_until(lambda: reporter.failures >= 1)
-    found = f"Redis holds what no broker writes: {key_name(fleet_id, key)} is a string, not a hash"
-    assert found in audit(read(url, fleet_id))
-    client.delete(key_name(fleet_id, key))
-    wait_until(lambda: reporter.available)
-    assert reporter.close(30.0)
-    assert audit(read(url, fleet_id)) == []

@@ -136,7 +136,7 @@ def test_a_damaged_or_foreign_lifetime_file_is_logged_and_left_out(
     assert file.set_aside.read_bytes() == foreign
     content = orjson.loads(path.read_bytes())
     content["runner_state"]["1"] = {"num_episodes_lifetime": -1}
-    content["metric_sums"]["x"] = {}
+    content["metric_sums"]["x"] = {"sums": 1}
     path.write_bytes(orjson.dumps(content))
     found = file.read()
     assert replace(found, damage="") == LIFETIME

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from headrace.schemas.credentials import known_keys
-from headrace.schemas.credentials.key_files import PeerKey, key_file
+from headrace.schemas.credentials.key_files import key_file
 from headrace.schemas.credentials.known_keys import KnownKeys
 
 
@@ -50,16 +50,3 @@ def test_strangers_do_not_keep_a_server_busy_with_a_large_folder(
         clock.now += 0.001
         assert known.find(b"a stranger's") is None
     assert 10 < looks[0] < 30
-
-
-def test_a_folder_of_too_many_keys_leaves_no_revocation_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_keys, "MOST_FILES", 4)
-    keys = [PeerKey("worker", f"g{number}", new_public()) for number in range(8)]
-    for key in keys:
-        text = key_file("worker", key.public, group=key.group)
-        (tmp_path / f"{key.name}.public").write_text(text)
-        (tmp_path / f"{key.name}.{key.fingerprint}.revoked").write_text(text)
-    (tmp_path / "learner.public").write_text(key_file("learner", new_public()))
-    known = KnownKeys(tmp_path, ["worker"])
-    assert known.roles == {}
-    assert all((found := known.find(key.public)) is not None and found.revoked for key in keys)

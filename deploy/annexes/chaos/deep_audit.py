@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import orjson
-from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from headrace.broker.files.books_file import BooksFile, EndedLives
 from headrace.deploy.process.recorders import Life, recorders_in
 from headrace.deploy.report.audit import FILE_WIDTH, NO_EVIDENCE, audit, find_books, once_caught_up
-from headrace.deploy.report.evidence import Evidence, read_evidence
+from headrace.deploy.report.evidence import Evidence, position_by_life, read_evidence
 from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.deploy.run.redis_server import serving
 from headrace.deploy.run.redis_view import FleetView, Snapshot
@@ -45,7 +44,6 @@ from headrace.schemas.messages import SourcePosition
 
 _END = re.compile(r"worker (\d{1,9}) incarnation (\d{1,9}) took ([\d,]{1,30}) steps")
 _LOST = re.compile(r"the recorder of worker (\d{1,9}) incarnation (\d{1,9}) is lost")
-_POSITION = TypeAdapter(list[SourcePosition])
 _SUMMED = ("ended lives", "steps", "committed steps", "batches", "settled batches", "episodes")
 
 
@@ -77,7 +75,8 @@ class Sources:
 
 def read_files(run_dir: Path, fleet_id: str) -> Sources:
     """Read the files that must not be ahead of the ledger."""
-    evidence, position = read_evidence(run_dir, fleet_id), _position(run_dir, fleet_id)
+    told = read_told(learner_dir(run_dir) / NEWEST_FILE) or {}
+    evidence, position = read_evidence(run_dir, fleet_id), position_by_life(told.get("position", []), fleet_id)
     log, lost = read_log(run_dir / "logs" / "supervisor.log")
     sources = Sources(evidence, position, log, frozenset(lost))
     try:
@@ -102,15 +101,6 @@ def _books(run_dir: Path, fleet_id: str) -> EndedLives | None:
 
 def _rows_of(books: EndedLives | None) -> dict[Life, LedgerRow]:
     return {} if books is None else {(row.slot, row.incarnation): row for row in books.rows}
-
-
-def _position(run_dir: Path, fleet_id: str) -> dict[Life, SourcePosition]:
-    """Return the position in the learner's newest checkpoint; {} if it has none of this fleet."""
-    told = read_told(learner_dir(run_dir) / NEWEST_FILE) or {}
-    with suppress(ValidationError, AttributeError, TypeError):
-        ours = [place for place in told.get("position", []) if place.get("fleet_id", fleet_id) in ("", fleet_id)]
-        return {(place.slot, place.incarnation): place for place in _POSITION.validate_python(ours)}
-    return {}
 
 
 def read_log(path: Path) -> tuple[dict[Life, int], set[Life]]:

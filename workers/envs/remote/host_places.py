@@ -9,7 +9,6 @@ import time
 from collections.abc import Set
 from urllib.parse import urlsplit
 
-from headrace.schemas.basics.bounds import MOST_BYTES, MOST_SECONDS
 from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.errors import EnvHostLostError
 from headrace.workers.config import EnvRunnerConfig
@@ -58,15 +57,12 @@ class HostPlaces:
 
     @property
     def usage(self) -> Usage | None:
-        """The use of all hosts together. The time includes hosts that have gone. None before a host has told it.
-
-        Each host's figures are claims. Their sums are cut to the most that the worker may tell the broker.
-        """
+        """The use of all hosts together. The time includes hosts that have gone. None before a host has told it."""
         told = [host for host in self.hosts.values() if host.rss_bytes is not None]
         if not told:
             return None
         cpu_s = self._cpu_s_before + sum(host.cpu_s for host in told)
-        return min(cpu_s, MOST_SECONDS), min(sum(host.rss_bytes or 0 for host in told), MOST_BYTES)
+        return cpu_s, sum(host.rss_bytes or 0 for host in told)
 
     @property
     def has_losses(self) -> bool:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,6 @@ from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.process.error_json import error_from_json
 from headrace.workers.envs.remote.env_messages import EnvAnswers
 from headrace.workers.envs.remote.peer import EnvHostPeer
-
-_RESULTS = {Command.BUILD: "built", Command.REBUILD: "built", Command.RESET: "began", Command.STEP: "stepped"}
-"""The list of an `EnvAnswers` in which the answer to a command is, unless the env has failed."""
 
 Rows = list[tuple[NDArray[Any], list[int], NDArray[Any]]]
 """(column, places, one row for each place)."""
@@ -105,17 +102,15 @@ def take_replies(
 ) -> None:
     """Add the answers to orders under way to `replies`. Ignore repeated answers.
 
-    Raises `DecodeError` for a bad message. Some of the host's orders may then count as answered.
+    Raises `DecodeError` for arrays that do not fit.
     """
     rows = columns.check(told, arrays)
-    errors = [(place, at, returned, _error(error)) for place, at, returned, error in told.failures]
+    errors = [(place, at, returned, error_from_json(error)) for place, at, returned, error in told.failures]
     lanes: dict[int, int] = {}
-    commands: dict[int, Command] = {}
     for place, number in told.answers:
         lane = host.lanes[place] if place < len(host.lanes) else None
-        if lane is not None and (order := host.settle(place, number)) is not None:
-            lanes[place], commands[place] = lane, order.command
-    _check_results(told, commands, {place for place, *_ in errors})
+        if lane is not None and host.settle(place, number):
+            lanes[place] = lane
     columns.write(rows, lanes)
     failed = {place for place, at, _, _ in errors if at == "step"}
     host.has_stepped = host.has_stepped or not failed.issuperset(told.stepped)
@@ -129,36 +124,3 @@ def take_replies(
     replies.failures += [
         Failure(lanes[place], error, stepped=returned, at=at) for place, at, returned, error in errors if place in lanes
     ]
-
-
-def _check_results(told: EnvAnswers, commands: Mapping[int, Command], failed: Set[int]) -> None:
-    """Raise `DecodeError` unless each order has the result that its command asks for, once, and no other one.
-
-    `commands`: those of the orders that are answered, by place. An answer without a result would leave its lane
-    waiting for ever; a result that was not ordered would be counted as a step or a reset of the lane.
-    """
-    has_more = told.built or told.began or told.ended or told.infos
-    if not has_more and told.stepped == list(commands) and set(commands.values()) <= {Command.STEP}:
-        return  # the most frequent message: each env has stepped, and no episode has ended
-    lists = {"built": told.built, "began": [place for place, _ in told.began], "stepped": told.stepped}
-    lists |= {"ended": [place for place, _ in told.ended], "infos": [place for place, _ in told.infos]}
-    found = {name: set(places) for name, places in lists.items()}
-    due: dict[str, set[int]] = {"built": set(), "began": set(), "stepped": set()}
-    for place, command in commands.items():
-        due[_RESULTS[command]].add(place)
-    may_end = due["stepped"] & found["stepped"]
-    may = due | {"began": due["began"] | (found["ended"] & may_end), "ended": may_end}
-    for name, places in lists.items():
-        if len(places) > len(found[name]):
-            raise DecodeError("bad_message", f"answers that tell {name!r} of a place more than once")
-        if name in due and (missing := due[name] - found[name] - failed):
-            raise DecodeError("bad_message", f"answers without {name!r} of place {min(missing)}, which was ordered")
-        if name in may and (others := (found[name] & commands.keys()) - may[name]):
-            raise DecodeError("bad_message", f"answers with {name!r} of place {min(others)}, which was not ordered")
-
-
-def _error(told: Mapping[str, Any]) -> Exception:
-    try:
-        return error_from_json(told)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DecodeError("bad_message", f"a failure that tells no error: {told!r:.200}") from error

@@ -82,12 +82,13 @@ class EnvHostPeer:
             self.under_way[place] = HostOrder(self._numbers[place], command, seed, now, now, self.route)
         return due
 
-    def settle(self, place: int, number: int) -> HostOrder | None:
-        """Return the order that is answered; None if it was answered before, or never sent."""
+    def settle(self, place: int, number: int) -> bool:
+        """Note the answer to an order. Return False if it was answered before, or never sent."""
         order = self.under_way.get(place)
         if order is None or order.number != number:
-            return None
-        return self.under_way.pop(place)
+            return False
+        del self.under_way[place]
+        return True
 
     def to_repeat(self, at_work_on: Iterable[tuple[int, int]], now: float, patience_s: float) -> list[int]:
         """Return the places whose order, or its answer, seems lost, because the host does not work on it.

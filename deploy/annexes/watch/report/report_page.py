@@ -301,7 +301,7 @@ def _what_ran(facts: Mapping[str, Any]) -> Iterator[str]:
     rows += [(name, str(number)) for name, number in versions.items()]
     if machine:
         nbytes = machine.get("memory_bytes")
-        memory = f", {nbytes / (1 << 30):.0f} GiB of memory" if isinstance(nbytes, int) else ""
+        memory = f", {nbytes / (1 << 30):.0f} GiB of memory" if nbytes else ""
         rows.append(("machine", f"{machine.get('host')}: {machine.get('system')}, {machine.get('cpus')} CPUs{memory}"))
     yield table("the run and its machine", ("", ""), [(name, _bounded(value)) for name, value in rows], 2)
     settings = [(one["key"], _json(one["value"]), _json(one["default"])) for one in facts["settings"]]

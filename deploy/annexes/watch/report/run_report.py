@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import orjson
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from headrace.broker.redis.parser import HashParser
 from headrace.deploy.annexes.watch.report.run_series import RunSeries
@@ -66,8 +65,8 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], RunSeries]:
         "written_unix_s": round(time.time(), 3),
         "seconds": round(series.end_s, 3),
         "starts": len(series.starts),
-        "versions": _object(told, "versions"),
-        "machine": _object(told, "machine"),
+        "versions": told.get("versions", {}),
+        "machine": told.get("machine", {}),
         "numbers": _numbers(snapshot, told if state == "ended" else {}, series),
         "ledger": _ledger(snapshot, told if state == "ended" else {}, series),
         "audit": audit,
@@ -121,17 +120,14 @@ def _errors(snapshot: Snapshot | None, told: Mapping[str, Any]) -> list[dict[str
     """Return the groups of failures of envs, from Redis, else as they were at the end of the run."""
     if snapshot is not None:
         return plain_errors(snapshot.errors.values())
-    try:
-        return plain_errors(_ERRORS.validate_python(told.get("errors", [])))
-    except ValidationError:
-        return []
+    return plain_errors(_ERRORS.validate_python(told.get("errors", [])))
 
 
 def _tasks(snapshot: Snapshot | None, told: Mapping[str, Any]) -> Mapping[str, Mapping[str, float]]:
     """Return the figures of tasks, from Redis, else as they were at the end of the run."""
     if snapshot is not None:
         return snapshot.task_figures
-    found = {task.encode(): orjson.dumps(own) for task, own in _object(told, "tasks").items()}
+    found = {task.encode(): orjson.dumps(own) for task, own in told.get("tasks", {}).items()}
     return HashParser().task_figures(found)
 
 
@@ -139,7 +135,7 @@ def _groups(snapshot: Snapshot | None, told: Mapping[str, Any]) -> Mapping[str, 
     """Return the state of consumer groups, from Redis, else as it was at the end of the run."""
     if snapshot is not None:
         return {name: books.state for name, books in snapshot.groups.items()}
-    found = {name.encode(): orjson.dumps(state) for name, state in _object(told, "groups").items()}
+    found = {name.encode(): orjson.dumps(state) for name, state in told.get("groups", {}).items()}
     return {name: books.state for name, books in HashParser().groups(found, {}, {}).items()}
 
 
@@ -165,12 +161,7 @@ def rows_of(run_dir: Path) -> Iterator[Row]:
 def _config(run_dir: Path) -> dict[str, Any]:
     """Return the settings of the run as they were asked for, by dotted key."""
     sections = read_object(run_dir / "settings.json") or read_object(run_dir / "config.json")
-    return {
-        f"{section}.{key}": value
-        for section, values in sections.items()
-        if isinstance(values, dict)
-        for key, value in values.items()
-    }
+    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
 
 
 def _changed(config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -194,7 +185,7 @@ def _numbers(snapshot: Snapshot | None, told: Mapping[str, Any], series: RunSeri
     if snapshot is not None:
         numbers |= {**snapshot.totals, **snapshot.gauges}
     ended = {"env_steps_total": "env_steps", "episodes_total": "episodes", "episode_return_mean": "mean_return"}
-    at_end = {name: told.get(key) for name, key in ended.items()} | _object(told, "rates")
+    at_end = {name: told.get(key) for name, key in ended.items()} | told.get("rates", {})
     return numbers | {name: value for name, value in at_end.items() if value is not None}
 
 
@@ -202,8 +193,8 @@ def _ledger(snapshot: Snapshot | None, told: Mapping[str, Any], series: RunSerie
     """Return the books of the fleet in agent steps, with the name of their source."""
     if snapshot is not None and snapshot.reported_unix_s is not None:
         return {**_plain_ledger(snapshot.fleet), "source": "Redis"}
-    with suppress(ValidationError):
-        return {**_plain_ledger(FleetLedger.model_validate(told.get("ledger"))), "source": "summary.json"}
+    if told.get("ledger") is not None:
+        return {**_plain_ledger(FleetLedger.model_validate(told["ledger"])), "source": "summary.json"}
     last = series.last
     if "committed_steps" not in last:
         return None
@@ -228,14 +219,15 @@ def _plain_ledger(ledger: FleetLedger) -> dict[str, Any]:
 def _restarts(told: Mapping[str, Any], series: RunSeries) -> dict[str, int]:
     """Return restarts by role, of the newest `up` in the folder."""
     if told.get("state") == "ended":
-        return {role: count for role, count in _object(told, "restarts").items() if isinstance(count, int) and count}
+        return {role: count for role, count in told.get("restarts", {}).items() if count}
     of_roles = {name.partition("/")[2]: count for name, count in series.last.items() if name.startswith("restarts/")}
     return {role: count for role, count in of_roles.items() if isinstance(count, int) and count}
 
 
 def _processes(page: FleetFile, told: Mapping[str, Any], state: str) -> list[dict[str, Any]]:
-    if state == "ended" and isinstance(told.get("processes"), list):
-        return [process for process in told["processes"] if isinstance(process, dict)]
+    if state == "ended" and "processes" in told:
+        found: list[dict[str, Any]] = told["processes"]
+        return found
     members = {"name", "role", "restarts", "state"}
     return [entry.model_dump(include=members) for entry in (*page.processes, *page.waiting)]
 
@@ -265,8 +257,3 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     if facts["audit"]["balanced"] is False:
         said += " The books do NOT add up."
     return said
-
-
-def _object(told: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = told.get(name)
-    return found if isinstance(found, dict) else {}

@@ -154,8 +154,4 @@ class RunSeries:
 def _number(told: object) -> float | None:
     if isinstance(told, bool) or not isinstance(told, int | float):
         return None
-    try:
-        value = float(told)
-    except OverflowError:
-        return None
-    return value if math.isfinite(value) else None
+    return told if math.isfinite(told) else None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.chunks.task import Task
-from headrace.schemas.errors import DecodeError, EncodeError, EnvContractError
+from headrace.schemas.errors import EncodeError, EnvContractError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode, is_deeper, most_names
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import Replies
@@ -73,7 +73,6 @@ class _Place:
 
     number: int = 0
     answered: bool = True
-    is_built: bool = False
     told: dict[str, Any] = field(default_factory=dict)
     """Field of an `EnvAnswers` -> what it has of this place."""
     failures: list[Failure] = field(default_factory=list)
@@ -113,11 +112,7 @@ class HostedEnvs:
         return [(place, own.number) for place, own in enumerate(self._places) if not own.answered]
 
     def obey(self, told: EnvOrders, arrays: Mapping[str, NDArray[Any]]) -> list[list[Buffer]]:
-        """Execute new orders, and return the messages for orders that have an answer already.
-
-        Raises `DecodeError` for a bad order.
-        """
-        self._check(told, arrays)
+        """Execute new orders, and return the messages for orders that have an answer already."""
         tasks = dict(told.tasks)
         at_once: list[int] = []
         next_seeds: dict[int, int | None] = {}
@@ -146,28 +141,11 @@ class HostedEnvs:
             elif command is Command.RESET:
                 self._pool.reset(place, reset_seed(seed))
             else:
-                own.is_built, own.lost = True, None
+                own.lost = None
                 self._pool.build(place, seed, index, again=command is Command.REBUILD)
         if stepping:
             self._pool.step_async(stepping, self._actions, next_seeds)
         return self._compose(at_once)
-
-    def _check(self, told: EnvOrders, arrays: Mapping[str, NDArray[Any]]) -> None:
-        for place, number, command, _, _ in told.orders:
-            if place >= len(self._places):
-                raise DecodeError("bad_message", f"an order for place {place} of {len(self._places)}")
-            own = self._places[place]
-            if number > own.number and not own.answered:
-                raise DecodeError("bad_message", f"an order for place {place}, which has not answered the one before")
-            usable = own.is_built or own.lost is not None
-            if number > own.number and command in (Command.STEP, Command.RESET) and not usable:
-                raise DecodeError("bad_message", f"a {Command(command).name} for place {place}, which has no env")
-        steps = sum(order[2] == int(Command.STEP) for order in told.orders)
-        for name, column in self._actions.items() if steps else ():
-            given = arrays.get(name)
-            if given is None or given.shape != (steps, *column.shape[1:]) or given.dtype != column.dtype:
-                seen = "missing" if given is None else f"{given.dtype} {given.shape}"
-                raise DecodeError("bad_message", f"array {name!r} of {steps} steps is {seen}")
 
     def poll(self) -> list[list[Buffer]]:
         """Take in the envs' replies, and return the messages with the answers to orders."""
@@ -187,7 +165,6 @@ class HostedEnvs:
         places = {*replies.stepped, *replies.built, *(lane for lane, _ in replies.began)}
         for failure in replies.failures:
             own = self._places[failure.lane]
-            own.is_built = False
             if own.answered and failure.lane not in places:
                 own.lost = failure
             else:
@@ -217,7 +194,6 @@ class HostedEnvs:
         told = EnvContractError(f"answer of {at}", str(error), "no larger than a message, infos above all")
         failure = Failure(place, told, stepped=stepped, at=at)
         own.begin(own.number)
-        own.is_built = False
         own.fail(failure)
 
     def _encode(self, places: Sequence[int]) -> list[Buffer]:
