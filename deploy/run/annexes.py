@@ -27,13 +27,14 @@ _PARTS: Mapping[str, str] = {
     "audit_deeply": "headrace.deploy.annexes.chaos.deep_audit",
     "check_cluster": "headrace.deploy.annexes.ray.cluster",
     "check_start": "headrace.deploy.annexes.doctor.start_check",
+    "export_recording": "headrace.deploy.annexes.recording.exporting",
     "rerun_of": "headrace.workers.reruns.failure_files",
     "run_env_host": "headrace.workers.envs.remote.host.process",
     "run_learner": "headrace.learner_stub.reference.training",
     "warn_of_limits": "headrace.deploy.annexes.doctor.limits",
     "write_wanted": "headrace.deploy.annexes.ray.wanted_workers",
 }
-"""Functions that the main house calls, and their modules."""
+"""Functions that the main house and other annexes call, and their modules."""
 
 
 def part(name: str) -> Any:
