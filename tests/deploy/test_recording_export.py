@@ -42,7 +42,7 @@ SPACES: dict[str, tuple[Space, Space]] = {
 def played() -> list[Played]:
     """Episodes of all ends, some shorter than a chunk. Those from the fourth on are left out."""
     return [
-        Played(7, ChunkEnd.TERMINATED, seed=2**64 - 2, task={"level": 3, "name": "a"}),
+        Played(7, ChunkEnd.TERMINATED, seed=2**63 - 1, task={"level": 3, "name": "a"}),
         Played(2, ChunkEnd.TRUNCATED, seed=None, agent="right"),
         Played(6, ChunkEnd.TRUNCATED, seed=5),
         Played(4, ChunkEnd.ABORTED),
@@ -119,10 +119,58 @@ def test_minari_refuses_names_that_it_cannot_hold(tmp_path: Path) -> None:
     slashed = Dict(spaces={"a/b": ARM})
     recording = make_recording(tmp_path / "recording", (slashed, ARM), Played(3))
     with pytest.raises(ConfigError, match="minari cannot hold the name 'a/b', which has a slash"):
-        export(recording, "minari", tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"minari cannot hold this recording: .*a b"):
-        export(make_recording(tmp_path / "other", SPACES["box"], Played(3)), "minari", tmp_path / "a b")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "recording"]
+        export(recording, "minari", tmp_path / "mine-v0")
+    for name in ("mine", "a b-v0"):
+        with pytest.raises(ConfigError, match=f"--out: minari wants a name such as cartpole-v0, got '{name}'"):
+            export(recording, "minari", tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["recording"]
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_datasets_loads_a_row_for_each_step(tmp_path: Path, kind: str) -> None:
+    datasets = pytest.importorskip("datasets", reason="pip install 'headrace[hf]'")
+    recording, whole = record(tmp_path, kind)
+    assert export(recording, "hf", tmp_path / "out") == f"{tmp_path / 'out'}: {LEFT_OUT}"
+    loaded = datasets.load_from_disk(str(tmp_path / "out"))
+    assert len(loaded) == 15
+    for own_id, own in whole.items():
+        mine = loaded.select([i for i, episode_id in enumerate(loaded["episode_id"]) if episode_id == own_id])
+        found = {name: list(mine[name]) for name in mine.column_names}
+        finals = [values for name, values in found.items() if name.startswith("final")]
+        for values in finals:
+            assert [value is None for value in values] == [*[True] * (own.steps - 1), False]
+        columns = {}
+        for name, column in own.columns.items():
+            root, slash, rest = name.partition("/")
+            hf = {"obs": "observation", "actions": "action", "rewards": "reward"}[root] + slash + rest
+            values = found[hf] + ([found[f"final_{hf}"][-1]] if root == "obs" else [])
+            columns[name] = np.stack([np.asarray(value, column.dtype) for value in values])
+        check_same(columns, own)
+        last = [False] * (own.steps - 1)
+        assert found["terminated"] == [*last, own.end is ChunkEnd.TERMINATED]
+        assert found["truncated"] == [*last, own.end is ChunkEnd.TRUNCATED]
+        assert (found["seed"][-1], found["agent"][-1], found["t"]) == (own.seed, own.agent, list(range(own.steps)))
+        assert found["task"][0] == ('{"level":3,"name":"a"}' if own.task else None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "recording"]
+
+
+def test_datasets_refuses_shapes_that_it_cannot_hold(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="pip install 'headrace[hf]'")
+    recording = make_recording(tmp_path / "recording", (Box(shape=(0,), dtype="<f4"), ARM), Played(3))
+    with pytest.raises(ConfigError, match=r"hf cannot hold 'observation' of shape \(0,\)"):
+        export(recording, "hf", tmp_path / "out")
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_recording_without_a_whole_episode_leaves_nothing(tmp_path: Path, to: str) -> None:
+    if any(find_spec(package) is None for package in TARGETS[to].packages):
+        pytest.skip(f"pip install 'headrace[{to}]'")
+    recording = make_recording(
+        tmp_path / "recording", SPACES["picture"], Played(3, ChunkEnd.ABORTED), Played(7, skip=1)
+    )
+    with pytest.raises(ConfigError, match="there is no whole episode to export: .* 1 aborted, 1 with steps missing"):
+        export(recording, to, tmp_path / "mine-v0")
+    assert [path.name for path in tmp_path.iterdir()] == ["recording"]
 
 
 @pytest.fixture
@@ -173,7 +221,7 @@ def test_a_missing_package_and_the_command(tmp_path: Path, monkeypatch: pytest.M
     recording = make_recording(tmp_path / "recording", SPACES["discrete"], Played(3))
     monkeypatch.setattr(exporting, "find_spec", lambda name: None if name == "minari" else find_spec(name))
     with pytest.raises(ConfigError, match=r"minari is not installed: pip install 'headrace\[record,minari\]'"):
-        export(recording, "minari", tmp_path / "out")
+        export(recording, "minari", tmp_path / "mine-v0")
     command = [sys.executable, "-m", "headrace.deploy", "export", str(recording), "--to", "rlds", "--out", "out"]
     told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, cwd=tmp_path)
     assert (told.returncode, told.stdout) == (ExitCode.CONFIG, "")

@@ -39,6 +39,7 @@ class ExportTarget(NamedTuple):
 
 TARGETS: Mapping[str, ExportTarget] = {
     "minari": ExportTarget("headrace.deploy.annexes.recording.minari_dataset:write", ("minari", "h5py")),
+    "hf": ExportTarget("headrace.deploy.annexes.recording.hf_dataset:write", ("datasets", "PIL")),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,11 +18,14 @@ from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.chunks.spaces import Dict, Space, Spaces, Tuple
 from headrace.schemas.errors import ConfigError
 
+_ID = re.compile(r"[-\w]+-v\d+")
 _FOLDER = "MINARI_DATASETS_PATH"
 
 
 def write(episodes: Iterable[EpisodeChunk], spaces: Spaces, folder: Path) -> None:
     """Write the episodes. The dataset has the folder's name, the metadata of each episode its ids, task and place."""
+    if _ID.fullmatch(folder.name) is None:
+        raise ConfigError(f"minari wants a name such as cartpole-v0, got {folder.name!r:.80}", key="--out")
     for space in (spaces.observation, spaces.action):
         _check_names(space)
     told: list[Mapping[str, Any]] = []
@@ -40,8 +44,6 @@ def write(episodes: Iterable[EpisodeChunk], spaces: Spaces, folder: Path) -> Non
                 jpeg_encoding=False,
             )
         dataset.storage.update_episode_metadata(told)
-    except (NotImplementedError, ValueError) as error:  # a space, or a name, that it does not know
-        raise ConfigError(f"minari cannot hold this recording: {error!s:.200}", key="--to") from error
     finally:
         if before is None:
             del os.environ[_FOLDER]
