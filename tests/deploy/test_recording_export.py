@@ -161,6 +161,52 @@ def test_datasets_refuses_shapes_that_it_cannot_hold(tmp_path: Path) -> None:
         export(recording, "hf", tmp_path / "out")
 
 
+@pytest.mark.filterwarnings("ignore")  # lerobot calls what numpy and torchvision deprecate
+@pytest.mark.parametrize("kind", SPACES)
+def test_lerobot_loads_frames_and_videos(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("lerobot", reason="pip install 'headrace[lerobot]'")
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    recording, whole = record(tmp_path, kind)
+    assert export(recording, "lerobot", tmp_path / "out", fps=20) == f"{tmp_path / 'out'}: {LEFT_OUT}"
+    loaded = LeRobotDataset("out", root=tmp_path / "out", video_backend="pyav")
+    assert (loaded.fps, loaded.num_episodes, loaded.num_frames) == (20, 3, 15)
+    rows = [loaded[i] for i in range(15)]
+    for number, own in enumerate(whole.values()):
+        mine = [row for row in rows if row["episode_index"] == number]
+        assert [row["frame_index"].item() for row in mine] == list(range(own.steps))
+        assert [round(row["timestamp"].item() * 20) for row in mine] == list(range(own.steps))
+        last = [False] * (own.steps - 1)
+        assert [row["next.done"].item() for row in mine] == [*last, True]
+        assert [row["next.truncated"].item() for row in mine] == [*last, own.end is ChunkEnd.TRUNCATED]
+        np.testing.assert_allclose([row["next.reward"].item() for row in mine], own.columns["rewards"], rtol=1e-6)
+        assert {row["seed"].item() for row in mine} == {-1 if own.seed is None else own.seed}
+        assert {row["task"] for row in mine} == {'{"level":3,"name":"a"}' if own.task else "{}"}
+        for name, column in own.columns.items():
+            if name == "rewards":
+                continue
+            root, _, rest = name.partition("/")
+            picture = column.ndim == 4
+            prefix = "action" if root == "actions" else "observation.images" if picture else "observation.state"
+            rest = rest.replace("/", ".") or ("main" if picture else "")
+            values = [row[prefix + (f".{rest}" if rest else "")].numpy() for row in mine]
+            if picture:
+                check_pictures(values, column)
+            else:
+                found = np.stack(values).reshape(own.steps, *column.shape[1:])
+                assert found.dtype.kind == column.dtype.kind
+                np.testing.assert_allclose(found, column[: own.steps], rtol=1e-6, err_msg=name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "recording"]
+
+
+def check_pictures(values: list[Any], column: Any) -> None:
+    """Each frame of the video is nearer to the picture of its step than to those of the others."""
+    pictures = column[: len(values)].astype(np.float64).transpose(0, 3, 1, 2) / 255
+    for step, value in enumerate(values):
+        assert value.shape == pictures[step].shape
+        assert np.argmin([np.abs(value - picture).mean() for picture in pictures]) == step
+
+
 @pytest.mark.parametrize("to", TARGETS)
 def test_a_recording_without_a_whole_episode_leaves_nothing(tmp_path: Path, to: str) -> None:
     if any(find_spec(package) is None for package in TARGETS[to].packages):
@@ -168,7 +214,7 @@ def test_a_recording_without_a_whole_episode_leaves_nothing(tmp_path: Path, to: 
     recording = make_recording(
         tmp_path / "recording", SPACES["picture"], Played(3, ChunkEnd.ABORTED), Played(7, skip=1)
     )
-    with pytest.raises(ConfigError, match="there is no whole episode to export: .* 1 aborted, 1 with steps missing"):
+    with pytest.raises(ConfigError, match=r"there is no whole episode to export: .* 1 aborted, 1 with steps missing"):
         export(recording, to, tmp_path / "mine-v0")
     assert [path.name for path in tmp_path.iterdir()] == ["recording"]
 

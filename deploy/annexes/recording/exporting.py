@@ -40,6 +40,7 @@ class ExportTarget(NamedTuple):
 TARGETS: Mapping[str, ExportTarget] = {
     "minari": ExportTarget("headrace.deploy.annexes.recording.minari_dataset:write", ("minari", "h5py")),
     "hf": ExportTarget("headrace.deploy.annexes.recording.hf_dataset:write", ("datasets", "PIL")),
+    "lerobot": ExportTarget("headrace.deploy.annexes.recording.lerobot_dataset:write", ("lerobot",), has_fps=True),
 }
 
 
