@@ -13,7 +13,6 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.deploy.annexes.recording import NEEDS_PYARROW
-from headrace.learner_stub import EpisodeStream
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.errors import ConfigError, RunDirError, writing
 
@@ -61,13 +60,19 @@ def export_recording(recording: str, to: str, out: Path | None, *, module_id: st
         raise ConfigError(NEEDS_PYARROW)
     if any(find_spec(package) is None for package in target.packages):
         raise ConfigError(f"{to} is not installed: pip install 'headrace[record,{to}]'", key="--to")
+    check_recording(recording)
+    return _write(recording, target, out, module_id, fps)
+
+
+def check_recording(recording: str) -> None:
+    """Raise `RunDirError` for a folder without a complete file of a recording."""
     if not any(Path(recording).glob("batches-*.parquet")):
         raise RunDirError("", "", sentence=f"{recording} is no recording: it has no file batches-N.parquet")
-    return _write(recording, target, out, module_id, fps)
 
 
 def _write(recording: str, target: ExportTarget, out: Path, module_id: str | None, fps: int | None) -> str:
     from headrace.deploy.annexes.recording.whole_episodes import WholeEpisodes
+    from headrace.learner_stub import EpisodeStream
 
     write = resolve_name(target.writer)
     with EpisodeStream.of(recording) as stream:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from headrace.deploy.annexes.recording.whole_episodes import is_picture
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.chunks.spaces import Leaf, Spaces, column_dtype, leaf_shape, leaf_values, leaves
 from headrace.schemas.errors import ConfigError
@@ -48,12 +48,6 @@ def _feature(name: str, leaf: Leaf) -> Any:
     for length in reversed(shape):  # an `Array2D` would not be null before the last step
         feature = datasets.Sequence(feature, length=length)
     return feature
-
-
-def is_picture(leaf: Leaf) -> bool:
-    """Return whether rows of the leaf are pictures of bytes: RGB or RGBA in the last axis."""
-    shape = leaf_shape(leaf)
-    return column_dtype(leaf) == np.uint8 and 0 not in shape and len(shape) == 3 and shape[2] in (3, 4)
 
 
 def _rows(episodes: Iterable[EpisodeChunk], spaces: Spaces) -> Iterator[dict[str, Any]]:

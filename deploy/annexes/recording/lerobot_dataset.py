@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
-from headrace.deploy.annexes.recording.hf_dataset import is_picture
+from headrace.deploy.annexes.recording.whole_episodes import is_picture
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.chunks.spaces import Space, Spaces, column_dtype, leaf_shape, leaf_values, leaves
 from headrace.schemas.errors import ConfigError

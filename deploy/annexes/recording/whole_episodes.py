@@ -6,8 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.chunks.spaces import Leaf, column_dtype, leaf_shape
 from headrace.schemas.errors import ChunkError
 
 
@@ -61,3 +64,9 @@ class WholeEpisodes:
         left_out = [f"{count:,} {reason}" for reason, count in sorted(self.left_out.items()) if count]
         rest = f"; left out: {', '.join(left_out)}" if left_out else ""
         return f"{self.taken:,} episodes of {self.steps:,} steps{rest}"
+
+
+def is_picture(leaf: Leaf) -> bool:
+    """Return whether rows of the leaf are pictures: RGB bytes."""
+    shape = leaf_shape(leaf)
+    return column_dtype(leaf) == np.uint8 and 0 not in shape and len(shape) == 3 and shape[2] == 3
