@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import orjson
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
@@ -30,6 +31,7 @@ def write(episodes: Iterable[EpisodeChunk], spaces: Spaces, folder: Path, *, fps
         for name, (_, leaf) in zip(names[root], leaves(space, root), strict=True)
     }
     features |= {name: {"dtype": dtype, "shape": (1,), "names": None} for name, dtype in _ENDS.items()}
+    datasets.disable_progress_bars()  # it shows some for each episode
     dataset = LeRobotDataset.create(folder.name, fps, features, root=folder)
     for episode in episodes:
         columns = dict(zip(names["obs"], leaf_values(spaces.observation, episode.obs), strict=True))
