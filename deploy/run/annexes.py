@@ -24,18 +24,21 @@ COMMANDS: Mapping[str, str] = {
 """Modules with commands in an `app`, and the word before these commands: "" where they follow `headrace` itself."""
 
 _PARTS: Mapping[str, str] = {
+    "EpisodeVideo": "headrace.deploy.annexes.policies.episode_video",
     "audit_deeply": "headrace.deploy.annexes.chaos.deep_audit",
     "check_cluster": "headrace.deploy.annexes.ray.cluster",
     "check_start": "headrace.deploy.annexes.doctor.start_check",
+    "export_recording": "headrace.deploy.annexes.recording.exporting",
+    "repeat": "headrace.deploy.annexes.rerun.replay",
     "rerun_of": "headrace.workers.reruns.failure_files",
     "run_env_host": "headrace.workers.envs.remote.host.process",
     "run_learner": "headrace.learner_stub.reference.training",
     "warn_of_limits": "headrace.deploy.annexes.doctor.limits",
     "write_wanted": "headrace.deploy.annexes.ray.wanted_workers",
 }
-"""Functions that the main house calls, and their modules."""
+"""Functions and classes that the main house and other annexes call, and their modules."""
 
 
 def part(name: str) -> Any:
-    """Import and return the function of an annex. Its docstring says what it takes."""
+    """Import and return the function or class of an annex. Its docstring says what it takes."""
     return resolve_name(f"{_PARTS[name]}:{name}")

@@ -22,7 +22,7 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from support.fleets.running_fleet import RunningFleet
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 MOST_LINES = 150
 SPACES = Spaces(observation=Box(shape=(3,), dtype="<f4"), action=Discrete(n=2, start=1))
@@ -115,12 +115,32 @@ def test_ranks_learn_cartpole_though_one_is_killed(tmp_path: Path, rank: int) ->
     assert ledger["committed"][0] <= trained_steps(tmp_path) <= ledger["stepped"], "each step was trained on once"
 
 
-@pytest.mark.parametrize("example", [*EXAMPLES, "curriculum", "level_replay"])
+@pytest.mark.parametrize("example", [*EXAMPLES, "clone", "curriculum", "level_replay"])
 def test_an_example_is_short_and_imports_what_users_may_import(example: str) -> None:
     text = (EXAMPLES_FOLDER / f"{example}.py").read_text()
     assert len(text.splitlines()) <= MOST_LINES
     homes = {line.split()[1] for line in text.splitlines() if line.startswith("from headrace")}
     assert homes <= {"headrace"}
+
+
+@pytest.mark.slow
+def test_a_clone_learns_cartpole_from_the_recording_of_a_learner(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'headrace[record]'")
+    settings = ["--set", "broker.consumer_groups.record=wait"]
+    goal = ["--workers", "1", "--num-envs", "8", "--seed", "0", "--until-steps", "50000"]
+    record = [sys.executable, "-m", "headrace.deploy", "record", str(tmp_path / "run"), "--dir", "recording"]
+    with (
+        RunningFleet(tmp_path / "run", "--env", "CartPole-v1", *goal, *settings) as fleet,
+        subprocess.Popen(record, cwd=tmp_path) as recorder,
+    ):
+        assert fleet.finish()["returncode"] == 0
+        assert recorder.wait(TIMEOUT_S) == 0
+    command = [sys.executable, str(EXAMPLES_FOLDER / "clone.py"), "recording"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    before, after = (float(line.split()[2]) for line in done.stdout.splitlines())
+    assert before < 60, "a net that was not trained"
+    assert after > 300, done.stdout
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import orjson
 import typer
 
 from headrace.deploy.command.option_table import command
+from headrace.deploy.run.annexes import part
 from headrace.deploy.run.options import Asked
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
@@ -47,7 +48,8 @@ class CheckpointChoice(StrEnum):
     BEST = "best"
 
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, a checkpoint file, or redis://HOST:PORT.")]
+RUN_HELP = "A run directory, a checkpoint file, or redis://HOST:PORT."
+Run = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)]
 Checkpoint = Annotated[
     CheckpointChoice, typer.Option("--checkpoint", help="Of a run directory: the newest checkpoint, or the best one.")
 ]
@@ -216,28 +218,39 @@ def _watch(asked: Asked, run: str, *, num_envs: int | None, seed: int | None) ->
     "headrace export runs/a --to policy.onnx",
     "headrace export runs/a --checkpoint best --to policy.pt",
     "headrace export runs/a --to policy.pt2 --module-id walker",
-    options="run to checkpoint module_id env fleet_id config sets allow",
+    "headrace export recording --to minari --out cartpole-v0",
+    options="run to out fps checkpoint module_id env fleet_id config sets allow",
 )
 def export(
     asked: Asked,
-    run: Run,
+    run: Annotated[str, typer.Argument(metavar="RUN", help=f"{RUN_HELP} Or the folder of a recording.")],
     to: Annotated[
         Path,
-        typer.Option("--to", help="File: .pt (TorchScript), .pt2 (torch.export) or .onnx (extra onnx)."),
+        typer.Option(
+            "--to",
+            help="File: .pt (TorchScript), .pt2 (torch.export) or .onnx (extra onnx). Of a recording: minari, hf or "
+            "lerobot (each an extra).",
+        ),
     ],
+    out: Annotated[Path | None, typer.Option("--out", help="Folder to make of a recording.")] = None,
+    fps: Annotated[int | None, typer.Option("--fps", min=1, help="Steps per second for lerobot; default 30.")] = None,
     checkpoint: Checkpoint = CheckpointChoice.NEWEST,
     module_id: Annotated[
         str | None, typer.Option("--module-id", help="Which one, where there are several policies.")
     ] = None,
 ) -> None:
-    """Write a trained policy to a file for other programs: observations in, the best actions out.
+    """Write a trained policy to a file, or a recording to a dataset, for other programs.
 
-    The file is tried with random observations before it is kept.
+    The file of a policy, from observations to the best actions, is tried with random observations before it is kept. A
+    dataset has all whole episodes.
     """
     from headrace.deploy.fleet.roles import no_exit_from
     from headrace.deploy.trained.saved_policy import build_policy, resolve_policy
 
     set_up_logging(Identity("", "export"))
+    if out is not None or not to.suffix:
+        say(part("export_recording")(run, str(to), out, module_id=module_id, fps=fps))
+        return
     with no_exit_from(EnvError, "the env or the module"):
         policy = build_policy(resolve_policy(run, asked, which=checkpoint.value))
         written = policy.export_file(to, module_id)

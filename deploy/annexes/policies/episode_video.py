@@ -1,4 +1,4 @@
-"""A video of a policy's episodes: pictures of env 0, written to an MP4 file while they are played."""
+"""A video of episodes: pictures, most often of env 0, written to an MP4 file while they are played."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class EpisodeVideo:
         self._problem = ""
         self._encoder: _Encoder | None = None
 
-    def env_creator(self, env: str | Callable[..., Any] | None) -> EnvCreator:
-        """Return a creator that asks for pictures of env 0."""
+    def env_creator(self, env: str | Callable[..., Any] | None, index: int = 0) -> EnvCreator:
+        """Return a creator that asks for pictures of env `index`."""
         creator = find_creator(env)
 
         def create(context: EnvContext) -> Any:
-            if context.vector_index != 0:
+            if context.vector_index != index:
                 return creator(context)
             try:
                 return creator(context.with_config({**context, "render_mode": "rgb_array"}))
@@ -69,19 +69,23 @@ class EpisodeVideo:
 
     def on_episode_step(self, env_runner: Any, env: Any, env_index: int) -> None:
         """Show the observation after the step. Keep a problem for `check`: if a callback raised, the env would fail."""
-        if env_index != 0 or self._left <= 0 or self._problem:
+        if env_index == 0 and self._left > 0 and not self._problem:
+            rate = getattr(env, "metadata", {}).get("render_fps")
+            self.show(env_runner.try_render_at(0), rate)
+
+    on_episode_start = on_episode_step
+
+    def show(self, picture: NDArray[np.uint8] | None, frames_per_s: float | None = None) -> None:
+        """Write a picture, unless there is a problem. None is one."""
+        if self._problem:
             return
-        picture = env_runner.try_render_at(0)
         if picture is None:
             self._problem = 'the env gives no picture; it should take render_mode = "rgb_array" and show itself by it'
             return
         if self._encoder is None:
-            rate = getattr(env, "metadata", {}).get("render_fps") or _FRAMES_PER_S
-            self._encoder = _Encoder(self._ffmpeg, self._aside, picture.shape, rate)
+            self._encoder = _Encoder(self._ffmpeg, self._aside, picture.shape, frames_per_s or _FRAMES_PER_S)
         self._problem = self._encoder.write(picture)
         self.frames += 1
-
-    on_episode_start = on_episode_step
 
     def check(self) -> None:
         """Raise `EnvError` if writing a picture has failed."""

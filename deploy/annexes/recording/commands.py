@@ -1,4 +1,4 @@
-"""The command `headrace record`: the batches of a fleet into Parquet files."""
+"""The commands about recordings: `record` writes the batches of a fleet, `replay` shows an episode as a video."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Annotated
 import typer
 
 from headrace.deploy.annexes.recording import NEEDS_PYARROW
+from headrace.deploy.annexes.recording.exporting import check_recording
 from headrace.deploy.command.option_table import command
+from headrace.deploy.run.options import Asked
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ConfigError
@@ -62,3 +64,50 @@ def record(
         recording = Recording(stream, recorded)
         recording.run(stopping)
     say(recording.in_words())
+
+
+@command(
+    app,
+    "headrace replay recording --render best.mp4 --run-dir runs/a",
+    "headrace replay recording --episode 00c0ffee --render episode.mp4 --env CartPole-v1",
+    options="recording episode render fps env run_dir config sets allow",
+)
+def replay(
+    asked: Asked,
+    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="The folder of the recording.")],
+    render: Annotated[Path, typer.Option("--render", help="MP4 file for the video (extra video).")],
+    episode: Annotated[
+        str, typer.Option("--episode", metavar="best|worst|ID", help="By return, or the first digits of its id.")
+    ] = "best",
+    fps: Annotated[int, typer.Option("--fps", min=1, help="Pictures per second, where they are recorded.")] = 30,
+) -> None:
+    """Show an episode of a recording as a video.
+
+    Without recorded pictures it builds the env, which the other options name, and sends it the same seed, task and
+    actions. Where the env departs from the recording, there is no video.
+    """
+    if find_spec("pyarrow") is None:
+        raise ConfigError(NEEDS_PYARROW)
+    from headrace.deploy.annexes.recording import episode_film
+    from headrace.deploy.fleet.roles import no_exit_from
+    from headrace.deploy.trained.saved_policy import settings_for
+    from headrace.schemas.errors import EnvError
+    from headrace.workers.config import runner_config
+
+    set_up_logging(Identity("", "replay"))
+    check_recording(recording)
+    found, spaces = episode_film.find_episode(recording, episode)
+    pictures = episode_film.pictures_of(found, spaces)
+    if pictures is not None:
+        frames = episode_film.film(pictures, render, fps)
+    else:
+        run_dir = asked.flags["fleet.run_dir"]
+        if run_dir is None and asked.config is None and asked.flags["sampling.env"] is None:
+            raise ConfigError(
+                "no pictures are recorded; name the env with --env, or its run with --run-dir", key="--env"
+            )
+        settings = (settings_for(run_dir, asked) if run_dir else asked).settings.replaced({"fleet.run_dir": ""})
+        with no_exit_from(EnvError, "the env"):
+            frames = episode_film.film_env(found, spaces, runner_config(settings), render)
+    of = f"{len(found):,} steps, return {found.episode_return:.6g}, {found.end.name}"
+    say(f"{render}: {frames:,} pictures of episode {found.episode_id} ({of})")

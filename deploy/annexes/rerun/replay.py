@@ -65,8 +65,20 @@ Debug = Callable[[Repeated, BaseException], None]
 """Called with an error of the env, or with Ctrl-C in a call of it, before the env is closed."""
 
 
-def repeat(config: EnvRunnerConfig, failure: KeptFailure, calls: CallMark, debug: Debug | None = None) -> Repeated:
-    """Repeat the episode, and return what came of it. With `debug` in this process, wherever the worker's env was.
+Watch = Callable[[EnvVector, int], None]
+"""Called with the envs and the lane after the reset and after each step."""
+
+
+def repeat(
+    config: EnvRunnerConfig,
+    failure: KeptFailure,
+    calls: CallMark,
+    debug: Debug | None = None,
+    watch: Watch = lambda envs, lane: None,
+    *,
+    apart: bool = True,
+) -> Repeated:
+    """Repeat the episode, and return what came of it. With `debug`, or not `apart`, the env is in this process.
 
     Raises `ConfigError` for a failure that cannot be repeated, and `RunDirError` for steps of another env.
     """
@@ -75,14 +87,14 @@ def repeat(config: EnvRunnerConfig, failure: KeptFailure, calls: CallMark, debug
         raise ConfigError(f"failure {failure.name} cannot be repeated: {facts.problem}")
     if config.is_multi_agent:
         raise ConfigError("an env of several agents cannot be repeated yet", key="sampling.policies")
-    placement = "inline" if debug is not None or config.env_placement == "inline" else "process"
+    placement = "inline" if debug is not None or not apart or config.env_placement == "inline" else "process"
     config = config.model_copy(update={"num_envs": 1, "env_placement": placement, "callbacks": []})
     try:
         with _open(config, facts, calls) as (envs, table, lane):
             try:
                 _begin(envs, table, lane, repeated)
                 if repeated.error is None:
-                    _play(envs, lane, failure, repeated)
+                    _play(envs, lane, failure, repeated, watch)
                 raised = repeated.error
             except KeyboardInterrupt as error:
                 raised = error
@@ -172,12 +184,13 @@ def _begin(envs: EnvVector, table: LaneTable, lane: int, repeated: Repeated) -> 
         repeated.error = table.failed[0].error
 
 
-def _play(envs: EnvVector, lane: int, failure: KeptFailure, repeated: Repeated) -> None:
+def _play(envs: EnvVector, lane: int, failure: KeptFailure, repeated: Repeated, watch: Watch) -> None:
     """Take the steps of the failure, until the env fails or ends the episode."""
     steps, rewards = failure.facts.steps, failure.arrays.get("rewards")
     actions = _actions(envs, failure)
     known = {name: column for name, column in failure.arrays.items() if name.partition("/")[0] == "obs"}
     width = len(envs.lanes)
+    watch(envs, lane)
     for step in range(steps):
         _compare(envs, lane, known, step - steps, repeated)
         repeated.at = f"step {step + 1}"
@@ -186,6 +199,7 @@ def _play(envs: EnvVector, lane: int, failure: KeptFailure, repeated: Repeated) 
         if outcome.failures:
             repeated.error = outcome.failures[0].error
             return
+        watch(envs, lane)
         if step == steps - 1:
             repeated.end = dict(outcome.ended).get(lane, ChunkEnd.ONGOING)
         elif outcome.ended:
@@ -214,5 +228,5 @@ def _actions(envs: EnvVector, failure: KeptFailure) -> dict[str, NDArray[Any]]:
     if not fits or any(column.shape != (rows, *wanted[name][0]) for name, column in found.items()):
         seen = {name: column.shape for name, column in found.items()}
         reason = f"its actions are {seen!r:.200}, and those of the env {wanted!r:.200}"
-        raise RunDirError(failure.name, reason, sentence=f"failure {failure.name} is of another env: {reason}")
+        raise RunDirError(failure.name, reason, sentence=f"{failure.name} is of another env: {reason}")
     return {name: column.astype(wanted[name][1], casting="same_kind") for name, column in found.items()}
