@@ -228,6 +228,22 @@ def test_headrace_record_has_each_step_of_a_fleet_once_over_a_restart(tmp_path: 
     assert read_metadata(max(folder.glob("batches-*")))["position"]
 
 
+@pytest.mark.processes
+def test_headrace_up_records_each_step_that_is_committed_over_a_kill_of_its_recorder(tmp_path: Path) -> None:
+    run_dir, folder = tmp_path / "run", tmp_path / "recording"
+    words = ("--env", "CartPole-v1", "--workers", "2", "--until-steps", "20000", "--no-dashboard")
+    with RunningFleet(run_dir, *words, "--record", str(folder)) as fleet:
+        fleet.wait_until(lambda: fleet.steps() > 2_000, "steps")
+        pid = fleet.pid("recorder")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert fleet.finish()["returncode"] == 0
+    ledger = fleet.audited()["groups"]["record"]["ledger"]
+    steps = [(row["episode_id"], row["t"]) for row in rows_of(folder, "steps")]
+    assert len(steps) == len(set(steps)) == ledger["committed"][0] == ledger["stepped"]
+    assert [path.parent for path in folder.rglob("batches-*")] == [folder]
+
+
 def test_without_pyarrow_the_command_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['pyarrow'] = None")
     command = [sys.executable, "-m", "headrace.deploy", "record", "runs/none", "--dir", str(tmp_path / "recording")]
