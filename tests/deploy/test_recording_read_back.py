@@ -274,6 +274,36 @@ def test_numbers_whose_columns_differ_are_not_merged_and_full_or_old_ones_are(
     assert [contents(batch) for batch in read(path, position=position)] == expected[6:]
 
 
+def test_the_oldest_numbers_are_removed_and_a_reader_of_them_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "MERGE_BYTES", 1)
+    batches = [make_batch(seq) for seq in range(1, 7)]
+    path = recorded(tmp_path, *([batch] for batch in batches[:5]))
+    compaction.compact(path)
+    recorded(tmp_path, batches[5:])
+    with EpisodeStream.of(path) as stream:
+        positions = [stream.position() for _ in stream]
+    late = EpisodeStream.of(path)
+    assert late.next() is not None
+    size = sum(file.stat().st_size for file in path.rglob("*.parquet"))
+    compaction.remove_oldest(path, size, 1e6)
+    assert len(read(path)) == 6
+    compaction.remove_oldest(path, 0.6 * size, 1e6)
+    assert [batch.seq for batch in read(path)] == [4, 5, 6]
+    for place in (3, 4, 5, 6):
+        assert [batch.seq for batch in read(path, position=positions[place - 1])] == [4, 5, 6][place - 3 :]
+    told = "batches 3 to 3 were removed before they were read, for --max-bytes or --max-age-s; begin at the oldest"
+    with pytest.raises(RunDirError, match=told):
+        read(path, position=positions[1])
+    with pytest.raises(RunDirError, match=told.replace("3 to", "2 to")):
+        late.next()
+    compaction.remove_oldest(path, size, -1.0)
+    assert [batch.seq for batch in read(path)] == [5, 6]
+    with RecordingFolder(path) as folder:
+        assert (folder.number, folder.batches) == (6, 6)
+
+
 def ids(batches: list[ChunkBatch]) -> set[int]:
     return {int(row["id_low"]) for batch in batches for row in batch.table}
 

@@ -43,6 +43,21 @@ def compact(folder: Path, *, all_now: bool = False) -> None:
         _merge(folder, run)
 
 
+def remove_oldest(folder: Path, max_bytes: float, max_age_s: float) -> None:
+    """Remove the oldest merged numbers while the recording has more bytes, and those that are older. The newest stays.
+
+    Raises `OSError`.
+    """
+    sizes = {number: _size(folder, number) for number in map(file_number, sorted(folder.glob("batches-*.parquet")))}
+    nbytes = sum(sizes.values()) + sum(path.stat().st_size for path in (folder / NEW).glob("*.parquet"))
+    for number in [*sizes][:-1]:
+        written_at = (folder / f"batches-{number:06}.parquet").stat().st_mtime
+        if nbytes <= max_bytes and written_at > time.time() - max_age_s:
+            return
+        remove_number(folder, number)
+        nbytes -= sizes[number]
+
+
 def _next_run(folder: Path, *, all_now: bool) -> dict[int, _Schemas]:
     """Return the numbers to merge, and the schemas of their files: the oldest, as far as their columns agree."""
     new = {number: path for number, path in numbered(folder, "batches").items() if path.parent != folder}

@@ -115,7 +115,7 @@ class RecordedStream:
         return None
 
     def _removed(self, read: int, before: int) -> RunDirError:
-        its = f"batches {read + 1:,} to {before:,} were removed before they were read, for --max-bytes or --max-age"
+        its = f"batches {read + 1:,} to {before:,} were removed before they were read, for --max-bytes or --max-age-s"
         return RunDirError("", "", sentence=f"recording {self.path}: {its}; begin at the oldest: leave out position=")
 
     def __iter__(self) -> Iterator[ChunkBatch]:

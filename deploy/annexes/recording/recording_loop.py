@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 
-from headrace.deploy.annexes.recording.compaction import compact
+from headrace.deploy.annexes.recording.compaction import compact, remove_oldest
 from headrace.deploy.annexes.recording.recording_folder import RecordingFolder
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.chunks.batch import ChunkBatch
@@ -37,10 +37,18 @@ class Recording:
     `nbytes` count what this process has written.
     """
 
-    def __init__(self, stream: EpisodeStream, folder: RecordingFolder) -> None:
+    def __init__(
+        self,
+        stream: EpisodeStream,
+        folder: RecordingFolder,
+        *,
+        max_bytes: float = math.inf,
+        max_age_s: float = math.inf,
+    ) -> None:
         self.steps = self.writes = self.nbytes = 0
         self._stream = stream
         self._folder = folder
+        self._bounds = max_bytes, max_age_s
         self._say_at = time.monotonic() + SAY_S
         self._tend_at = 0.0
         self._tending = threading.Thread()
@@ -79,9 +87,13 @@ class Recording:
             self._tending.start()
 
     def _tend(self, *, all_now: bool = False) -> None:
-        """Merge the numbers that are due. What keeps it from that is logged: the numbers are complete as they are."""
+        """Merge the numbers that are due, and remove those beyond the bounds.
+
+        What keeps it from that is logged: the numbers are complete as they are.
+        """
         try:
             compact(self._folder.path, all_now=all_now)
+            remove_oldest(self._folder.path, *self._bounds)
         except (OSError, ValueError, RunDirError) as error:  # pyarrow's errors are of the first two kinds
             reason = getattr(error, "strerror", None) or error
             log.warning("recording %s: its small files are not merged yet (%s)", self._folder.path, reason)
