@@ -103,7 +103,7 @@ def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the
     "headrace up --env CartPole-v1 --listen 0.0.0.0     # for workers on other machines too",
     "headrace up --workers 4 --print-config",
     options="env workers num_envs env_hosts serve listen seed until_return until_steps timeout_s check_env new_run_dir"
-    " resume config redis_url loggers dashboard sets allow print_config as_json",
+    " resume config redis_url loggers dashboard record sets allow print_config as_json",
 )
 def up(
     asked: Asked,
@@ -114,6 +114,9 @@ def up(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Show every value and its origin, and do nothing.")
     ] = False,
+    record: Annotated[
+        Path | None, typer.Option("--record", metavar="DIR", help="Record all batches there, as headrace record does.")
+    ] = None,
     as_json: bool,
 ) -> None:
     """Run a whole fleet on this machine.
@@ -128,11 +131,19 @@ def up(
     asked = with_found(asked, found, with_loggers=True)
     if asked.flags["broker.host"]:
         asked = _with_keys(asked)
+    if record is not None:
+        groups = {"record": "wait", **asked.settings.broker.consumer_groups}
+        asked = asked.with_flags({"broker.consumer_groups": groups})
     if print_config:
         typer.echo(as_toml(asked), nl=False)
         return
     summary = run_fleet(
-        asked.settings, as_json=as_json, config_path=asked.config, origin=asked.origin, resume=found is not None
+        asked.settings,
+        as_json=as_json,
+        config_path=asked.config,
+        origin=asked.origin,
+        resume=found is not None,
+        record=record and record.absolute(),
     )
     _print_end(summary, asked.settings, as_json=as_json)
     if summary.failure is not None:

@@ -103,10 +103,12 @@ class Fleet:
         signals: StopSignals,
         config_origin: str | None,
         fork_server: ForkServer | None = None,
+        record: Path | None = None,
     ) -> None:
         client_keys(config.keys.dir, "supervisor", config.keys.group)  # raises before anything starts
         self.config = config
         self.run_dir = run_dir
+        self._record_to = record
         self.loop = EventLoop()
         self.record = FleetRecord(run_dir, config.fleet.fleet_id, config_origin)
         self.supervisor = Supervisor(
@@ -232,6 +234,8 @@ class Fleet:
             self.supervisor.start(child_commands.learner(config, path, where, self.endpoints["learner"], self.fleet_id))
         if config.learner.evaluate_every_steps:
             self.supervisor.start(child_commands.evaluator(config, path, where))
+        if self._record_to is not None:
+            self.supervisor.start(child_commands.recorder(where, self._record_to))
         forget_asked_workers(where)
         for slot in range(config.fleet.workers):
             self._start_worker(slot)
@@ -433,6 +437,7 @@ class Fleet:
         self._stop(Role.LEARNER)
         if is_elsewhere or self._holding_groups():
             self._await_commits()
+        self._stop(Role.RECORDER)
         if (copier := self._copier) is not None:
             copier.finish()
         self._stop(Role.BROKER)

@@ -73,11 +73,13 @@ def up(
     config_path: Path | None = None,
     origin: str = "defaults",
     resume: bool = False,
+    record: Path | None = None,
 ) -> Summary:
     """Run a fleet until its goal, its timeout, a failure or a signal; drain it; return its summary.
 
     `origin` says in words where the configuration came from. `resume`: go on with the run in the run directory even if
-    settings of its training differ. If `keys.dir` is RUN/keys, make the folder, and keys in it, if there are none.
+    settings of its training differ. `record`: start a recorder, which writes to this folder. If `keys.dir` is RUN/keys,
+    make the folder, and keys in it, if there are none.
 
     Raises only errors of the settings, the run directory and keys (`ConfigError`, `RunDirError`, `KeysError`); later
     errors are in the summary.
@@ -103,7 +105,7 @@ def up(
             outcome.failure, outcome.seconds = error, time.monotonic() - outcome.began
             return _summarise(config.fleet.fleet_id, run_dir, outcome)
         file = str(config_path.absolute()) if config_path else None
-        with Fleet(config, run_dir, signals, file, fork_server) as fleet:
+        with Fleet(config, run_dir, signals, file, fork_server, record) as fleet:
             set_up_logging(Identity(fleet.fleet_id, "supervisor"), file=run_dir.logs / "supervisor.log")
             facts = RunFacts(run_dir.path)
             service_manager().follow(fleet.loop)

@@ -78,6 +78,12 @@ def evaluator(config: FleetConfig, config_json: Path, run_dir: Path) -> ProcessS
     return ProcessSpec("evaluator", Role.EVALUATOR, lambda _: argv, env=environment, optional=True)
 
 
+def recorder(run_dir: Path, folder: Path) -> ProcessSpec:
+    """Return how to start the process that records the fleet's batches in `folder`."""
+    argv = _headrace("record", None, str(run_dir), "--dir", str(folder))
+    return ProcessSpec("recorder", Role.RECORDER, lambda _: argv, env=child_environment(1))
+
+
 def ray_workers(config_json: Path, run_dir: Path, endpoint: str, fleet_id: str) -> ProcessSpec:
     """Return how to start the process that keeps workers on a Ray cluster, as many as ray.json in `run_dir` says."""
     argv = _headrace("ray", config_json, "--run-dir", str(run_dir), "--endpoint", endpoint, "--fleet-id", fleet_id)

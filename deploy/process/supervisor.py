@@ -72,6 +72,7 @@ class Role(StrEnum):
     ENV_HOST = "env-host"
     EVALUATOR = "evaluator"
     DASHBOARD = "dashboard"
+    RECORDER = "recorder"
     RAY = "ray"
     """The process that keeps workers on a Ray cluster."""
 

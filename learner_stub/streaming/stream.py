@@ -56,7 +56,8 @@ log = logging.getLogger("headrace.learner")
 STOPPED_WAIT_S = 10.0
 """Seconds that a stopped fleet may take to start again before a stream ends."""
 
-_FOLDERS = {"batches-*.parquet": "headrace.deploy.annexes.recording.recorded_stream:RecordedStream"}
+_RECORDED = "headrace.deploy.annexes.recording.recorded_stream:RecordedStream"
+_FOLDERS = dict.fromkeys(("batches-*.parquet", "new/batches-*.parquet"), _RECORDED)
 """Classes of annexes with the verbs of a stream, each for folders that have such a file."""
 
 _OTHER_BROKERS_S = 5.0

@@ -23,6 +23,8 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'he
 import numpy as np
 import pyarrow.parquet as pq
 
+from headrace.deploy.annexes.recording.recording_folder import numbered
+from headrace.learner_stub import EpisodeStream
 from support.fleets.group_reader import read_lines
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S
@@ -34,12 +36,12 @@ PAUSE_S = 1.5
 ENVS = 8
 ROOT = Path(__file__).parents[1]
 RECORD = """
-from headrace.deploy.annexes.recording import recording_loop
+from headrace.deploy.annexes.recording import compaction, recording_loop
 from headrace.deploy.command.cli import main
-recording_loop.FLUSH_AGE_S = 0.3
+recording_loop.FLUSH_AGE_S, recording_loop.TEND_S, compaction.MERGE_AGE_S = 0.3, 0.1, 1.0
 main()
 """
-"""`headrace record` with a file every 0.3 s: a kill then comes amid all that it does."""
+"""`headrace record` with a file every 0.3 s and a merge every second: a kill then comes amid all that it does."""
 
 
 class Processes:
@@ -124,7 +126,7 @@ def test_rows_on_disk_are_those_committed_whatever_is_killed(tmp_path: Path) -> 
         processes = Processes(run_dir, folder, seen)
 
         def progress() -> tuple[int, int]:
-            return len(list(folder.glob("batches-*"))), seen.stat().st_size if seen.exists() else 0
+            return max(numbered(folder, "batches"), default=0), seen.stat().st_size if seen.exists() else 0
 
         def both_go_on() -> bool:
             processes.keep_alive()
@@ -152,6 +154,8 @@ def test_rows_on_disk_are_those_committed_whatever_is_killed(tmp_path: Path) -> 
     steps, chunks = rows_in(folder, "steps"), rows_in(folder, "chunks")
     recorded = {(int(row["obs"][0]), int(row["obs"][1])) for row in steps}
     assert len(recorded) == len(steps), "a step is on the disk twice"
+    with EpisodeStream.of(folder) as stream:
+        assert sum(batch.steps for batch in stream) == len(steps)
     # The broker may have stopped before the last commit.
     assert 0 <= len(steps) - ledger["committed"][0] <= ledger["queued"], ledger
     dropped = sum(lost for lost, _ in ledger["dropped"].values())
@@ -159,5 +163,12 @@ def test_rows_on_disk_are_those_committed_whatever_is_killed(tmp_path: Path) -> 
     assert len(trained - recorded) <= dropped + ledger["queued"], ledger
     ended = check_episodes(steps, chunks)
     assert result["returncode"] == 0
-    told = {"killed": dict(killed), "rows": len(steps), "ends": ended, "files": known[0], "ledger": ledger}
+    told = {
+        "killed": dict(killed),
+        "rows": len(steps),
+        "ends": ended,
+        "flushes": known[0],
+        "files": len(list(folder.glob("batches-*"))),
+        "ledger": ledger,
+    }
     (tmp_path / "told.json").write_text(json.dumps(told))

@@ -66,7 +66,7 @@ def written(path: Path, *batches: ChunkBatch) -> Path:
 
 
 def rows_of(path: Path, kind: str, module: str = "default_policy") -> list[dict[str, Any]]:
-    tables = [pq.read_table(file) for file in sorted(path.glob(f"{kind}-*-{module}.parquet"))]
+    tables = [pq.read_table(file) for file in sorted(path.glob(f"**/{kind}-*-{module}.parquet"))]
     return [row for table in tables for row in table.to_pylist()]
 
 
@@ -112,7 +112,7 @@ def test_an_aborted_episode_keeps_its_reason_and_an_episode_without_a_seed_has_n
 
 
 def test_a_field_says_the_shape_of_its_rows_and_a_file_its_schema_and_spaces(tmp_path: Path) -> None:
-    (file,) = written(tmp_path, make_batch(1, 3)).glob("steps-*")
+    (file,) = written(tmp_path, make_batch(1, 3)).glob("**/steps-*")
     schema = pq.read_schema(file)
     assert schema.field("obs/arm").metadata == {b"shape": b"[2,3]", b"dtype": b"<f4"}
     assert schema.field("obs/arm").type == pa.list_(pa.float32(), 6)
@@ -126,7 +126,7 @@ def test_modules_have_files_of_their_own_and_so_has_a_column_of_another_form(tmp
     wide = {"logp": np.zeros((2, 2), np.float32)}
     batches = [make_batch(1, 2), make_batch(2, 2, module="a/b"), make_batch(3, 2, columns=wide), make_batch(4, 1)]
     written(tmp_path, *batches)
-    assert sorted(path.name for path in tmp_path.glob("steps-*")) == [
+    assert sorted(path.name for path in tmp_path.glob("**/steps-*")) == [
         "steps-000001-a%2Fb.parquet",
         "steps-000001-default_policy+1.parquet",
         "steps-000001-default_policy.parquet",
@@ -166,11 +166,11 @@ def test_a_kill_before_the_last_file_of_a_number_leaves_nothing_of_it(
         )
         with pytest.raises(ZeroDivisionError):
             folder.write([make_batch(2, 2)], [{"slot": 2}])
-    (tmp_path / ".steps-000002-default_policy.parquet.77").write_bytes(b"half")
-    assert len(list(tmp_path.glob("steps-*"))) == 2
+    (tmp_path / "new" / ".steps-000002-default_policy.parquet.77").write_bytes(b"half")
+    assert len(list(tmp_path.glob("**/steps-*"))) == 2
     with RecordingFolder(tmp_path) as folder:
         assert (folder.number, folder.position) == (1, [{"slot": 1}])
-        assert sorted(path.name for path in tmp_path.iterdir()) == [
+        assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
             "batches-000001.parquet",
             "chunks-000001-default_policy.parquet",
             "steps-000001-default_policy.parquet",
@@ -215,7 +215,7 @@ def test_headrace_record_has_each_step_of_a_fleet_once_over_a_restart(tmp_path: 
             said, errors = first.communicate(timeout=TIMEOUT_S)
             assert first.returncode == 0, errors
             assert " steps in " in said
-            wait_until(lambda: list(folder.glob("batches-*")), "a file")
+            wait_until(lambda: list(folder.glob("**/batches-*")), "a file")
             later = _record(run_dir, folder)
             _, errors = later.communicate(timeout=TIMEOUT_S)
             assert later.returncode == 0, errors
@@ -226,6 +226,22 @@ def test_headrace_record_has_each_step_of_a_fleet_once_over_a_restart(tmp_path: 
     steps = [(row["episode_id"], row["t"]) for row in rows_of(folder, "steps")]
     assert len(steps) == len(set(steps)) == ledger["committed"][0] == ledger["stepped"]
     assert read_metadata(max(folder.glob("batches-*")))["position"]
+
+
+@pytest.mark.processes
+def test_headrace_up_records_each_step_that_is_committed_over_a_kill_of_its_recorder(tmp_path: Path) -> None:
+    run_dir, folder = tmp_path / "run", tmp_path / "recording"
+    words = ("--env", "CartPole-v1", "--workers", "2", "--until-steps", "20000", "--no-dashboard")
+    with RunningFleet(run_dir, *words, "--record", str(folder)) as fleet:
+        fleet.wait_until(lambda: fleet.steps() > 2_000, "steps")
+        pid = fleet.pid("recorder")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert fleet.finish()["returncode"] == 0
+    ledger = fleet.audited()["groups"]["record"]["ledger"]
+    steps = [(row["episode_id"], row["t"]) for row in rows_of(folder, "steps")]
+    assert len(steps) == len(set(steps)) == ledger["committed"][0] == ledger["stepped"]
+    assert [path.parent for path in folder.rglob("batches-*")] == [folder]
 
 
 def test_without_pyarrow_the_command_says_what_to_install(tmp_path: Path) -> None:

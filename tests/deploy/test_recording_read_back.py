@@ -14,6 +14,9 @@ import pytest
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'headrace[record]'")
 
+import pyarrow.parquet as pq
+
+from headrace.deploy.annexes.recording import compaction
 from headrace.deploy.annexes.recording.recorded_stream import RecordedStream
 from headrace.deploy.annexes.recording.recording_folder import RecordingFolder
 from headrace.learner_stub import EpisodeStream, LearnerState
@@ -166,6 +169,139 @@ def test_a_position_of_another_recording_or_of_a_fleet_is_refused(tmp_path: Path
             EpisodeStream.of(other, position=wrong)
     with pytest.raises(ConfigError, match="it is of consumer group 'recording', not of 'train'"):
         EpisodeStream("tcp://127.0.0.1:1", position=position)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def foreign_rows(path: Path) -> list[int]:
+    """What a reader sees that knows nothing but the names of the files of steps."""
+    return [seq for file in sorted(path.glob("steps-*")) for seq in pq.read_table(file)["weights_seq"].to_pylist()]
+
+
+def test_small_files_are_merged_and_no_kill_shows_a_reader_a_row_twice_or_hides_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merge is killed at each call that changes the folder, and all readers look before and after each."""
+    batches = [make_batch(seq) for seq in range(1, 7)]
+    batches[2] = replace(batches[2], modules=["a/b"])
+    batches[3] = without(batches[3], "own/<f4/(3,)", "state_in/()", "lookback/rewards")
+    expected = [contents(batch) for batch in batches]
+    monkeypatch.setattr(compaction, "_GROUP_BYTES", 1)
+    rename, unlink = Path.replace, Path.unlink
+    for kill_at in range(100):
+        path = recorded(tmp_path / str(kill_at), batches[:2], batches[2:3], batches[3:5], batches[5:])
+        going, calls, foreign = EpisodeStream.of(path), iter(range(kill_at)), [list[int]()]
+        assert [contents(batch) for batch in going.round_of(2)] == expected[:2]
+        position = going.position()
+
+        def look(path: Path = path, foreign: list[list[int]] = foreign, position: Any = position) -> None:
+            foreign.append(foreign_rows(path))
+            assert len(foreign[-1]) == len(set(foreign[-1]))
+            assert set(foreign[-1]) >= set(foreign[-2]), "rows that a reader saw are gone"
+            assert [contents(batch) for batch in read(path)] == expected
+            assert [contents(batch) for batch in read(path, position=position)] == expected[2:]
+
+        def changing(call: Any, calls: Any = calls, look: Any = look) -> Any:
+            def wrapped(*given: Any, **options: Any) -> Any:
+                look()
+                if next(calls, None) is None:
+                    raise Killed
+                result = call(*given, **options)
+                look()
+                return result
+
+            return wrapped
+
+        killed = False
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "replace", changing(rename))
+            patched.setattr(Path, "unlink", changing(unlink))
+            try:
+                compaction.compact(path, all_now=True)
+            except Killed:
+                killed = True
+        look()
+        with RecordingFolder(path) as folder:
+            look()
+            assert (folder.number, folder.batches) == (4, 6)
+            compaction.compact(path, all_now=True)
+            look()
+            assert [contents(batch) for batch in going] == expected[2:]
+        assert sorted(file.name for file in path.rglob("*.parquet")) == [
+            "batches-000004.parquet",
+            *(
+                f"{kind}-000004-{module}.parquet"
+                for kind in ("chunks", "steps")
+                for module in ("a%2Fb", "default_policy")
+            ),
+        ]
+        assert len(foreign[-1]) == sum(batch.steps for batch in batches)
+        if not killed:
+            assert kill_at > 20
+            return
+    raise AssertionError("the merge does not end")
+
+
+def test_numbers_whose_columns_differ_are_not_merged_and_full_or_old_ones_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = {"logp": np.zeros((sum(LENGTHS), 2), np.float32)}
+    narrow = {"logp": np.ones(sum(LENGTHS), np.float32)}
+    batches = [make_batch(seq, columns=wide if seq == 3 else narrow) for seq in range(1, 8)]
+    path = recorded(tmp_path, *([batch] for batch in batches[:5]))
+    expected = [contents(batch) for batch in batches]
+
+    def merged() -> list[str]:
+        compaction.compact(path)
+        return sorted(file.name for file in path.glob("batches-*"))
+
+    assert merged() == ["batches-000002.parquet", "batches-000003.parquet"]
+    monkeypatch.setattr(compaction, "MERGE_AGE_S", -1.0)
+    assert merged()[2:] == ["batches-000005.parquet"]
+    monkeypatch.undo()
+    with RecordingFolder(path) as folder:
+        for batch in batches[5:]:
+            folder.write([batch], [])
+    assert len(merged()) == 3
+    monkeypatch.setattr(compaction, "MERGE_BYTES", 1)
+    assert merged()[3:] == ["batches-000006.parquet", "batches-000007.parquet"]
+    assert [contents(batch) for batch in read(path)] == expected
+    with EpisodeStream.of(path) as stream:
+        assert len(stream.round_of(6)) == 6
+        position = stream.position()
+    assert [contents(batch) for batch in read(path, position=position)] == expected[6:]
+
+
+def test_the_oldest_numbers_are_removed_and_a_reader_of_them_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "MERGE_BYTES", 1)
+    batches = [make_batch(seq) for seq in range(1, 7)]
+    path = recorded(tmp_path, *([batch] for batch in batches[:5]))
+    compaction.compact(path)
+    recorded(tmp_path, batches[5:])
+    with EpisodeStream.of(path) as stream:
+        positions = [stream.position() for _ in stream]
+    late = EpisodeStream.of(path)
+    assert late.next() is not None
+    size = sum(file.stat().st_size for file in path.rglob("*.parquet"))
+    compaction.remove_oldest(path, size, 1e6)
+    assert len(read(path)) == 6
+    compaction.remove_oldest(path, 0.6 * size, 1e6)
+    assert [batch.seq for batch in read(path)] == [4, 5, 6]
+    for place in (3, 4, 5, 6):
+        assert [batch.seq for batch in read(path, position=positions[place - 1])] == [4, 5, 6][place - 3 :]
+    told = "batches 3 to 3 were removed before they were read, for --max-bytes or --max-age-s; begin at the oldest"
+    with pytest.raises(RunDirError, match=told):
+        read(path, position=positions[1])
+    with pytest.raises(RunDirError, match=told.replace("3 to", "2 to")):
+        late.next()
+    compaction.remove_oldest(path, size, -1.0)
+    assert [batch.seq for batch in read(path)] == [5, 6]
+    with RecordingFolder(path) as folder:
+        assert (folder.number, folder.batches) == (6, 6)
 
 
 def ids(batches: list[ChunkBatch]) -> set[int]:

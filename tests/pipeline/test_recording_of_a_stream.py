@@ -89,7 +89,7 @@ def steps_in(path: Path) -> list[tuple[str, int]]:
 
 
 def files_in(path: Path) -> int:
-    return len(list(path.glob("batches-*")))
+    return len(list(path.glob("**/batches-*")))
 
 
 def check(path: Path, feeder: Feeder) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +34,12 @@ def record(
         list[str], typer.Argument(metavar="RUN", help="Run directory or rendezvous; of several brokers, one of each.")
     ],
     folder: Annotated[Path, typer.Option("--dir", help="Folder of the recording, which goes on there.")],
+    max_bytes: Annotated[
+        float, typer.Option("--max-bytes", min=1, help="Remove the oldest files beyond this size, such as 50e9.")
+    ] = math.inf,
+    max_age_s: Annotated[
+        float, typer.Option("--max-age-s", min=1, help="Remove files that were merged so many seconds ago.")
+    ] = math.inf,
     group: Annotated[str, typer.Option("--group", help="Name of its consumer group.")] = "record",
 ) -> None:
     """Record each batch of a fleet in Parquet files, until the fleet ends or SIGTERM.
@@ -61,7 +68,7 @@ def record(
             "headrace %s records group %s of %s in %s, from file %d on",
             *(version("headrace"), group, stream.endpoint, folder, recorded.number + 1),
         )
-        recording = Recording(stream, recorded)
+        recording = Recording(stream, recorded, max_bytes=max_bytes, max_age_s=max_age_s)
         recording.run(stopping)
     say(recording.in_words())
 

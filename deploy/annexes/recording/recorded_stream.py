@@ -16,13 +16,13 @@ from headrace.learner_stub import EpisodeStream
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import format_episode_id
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import ConfigError, which_module_error
+from headrace.schemas.errors import ConfigError, RunDirError, which_module_error
 
 try:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from headrace.deploy.annexes.recording.recording_folder import numbered
+    from headrace.deploy.annexes.recording.recording_folder import batches_before, beside, read_complete
     from headrace.deploy.annexes.recording.row_reader import batches_in, episode_table, spaces_in
 except ImportError as error:
     raise ConfigError(NEEDS_PYARROW) from error
@@ -43,7 +43,7 @@ class RecordedStream:
     Raises:
         ConfigError: `position` is not of this recording, or pyarrow is not installed.
         ConfigError: it is to have several ranks.
-        RunDirError: a file is damaged, or of another version.
+        RunDirError: a file is damaged, or of another version; or the batches at `position` were removed.
     """
 
     group = "recording"
@@ -70,7 +70,9 @@ class RecordedStream:
         self.delivered = 0
         self.lag = 0.0
         self.dropped: Counter[str] = Counter()
-        self._number = self._read = 0
+        self._number = 0
+        self._read: int | None = None
+        """Batches that were recorded before the next one to read."""
         self._rest: Iterator[ChunkBatch] = iter(())
         self._ahead: deque[tuple[ChunkBatch, dict[str, Any]]] = deque()
         """Batches that were read and not handed out, each with the position after it."""
@@ -88,21 +90,33 @@ class RecordedStream:
         return {(row["episode_id"], row["agent"], row["module"]) for row in rows if keep(row)}
 
     def _seek(self, position: Sequence[dict[str, Any]]) -> None:
-        """Go on after the batch at `position`. Raises `ConfigError`."""
+        """Go on after the batch at `position`. Raises `ConfigError` and `RunDirError`."""
         place = dict(position[0])
-        left = place.get("batches", -1) if len(position) == 1 else -1
-        for number, path in numbered(self.path, "batches").items():
-            rows = pq.read_metadata(path).num_rows
-            if 0 < left <= rows:
-                (last,) = pq.read_table(path, columns=[*_SOURCE]).slice(left - 1, 1).to_pylist()
-                if place == {**self._place, "batches": place["batches"], **last}:
-                    self._place, self._read, self._number = place, place["batches"], number
-                    self._rest = batches_in(path, left)
-                    return
-                break
-            left -= rows
-        if place != self._place:
+        known = len(position) == 1 and place.get("group") == self.group and isinstance(place.get("batches"), int)
+        number = read_complete(self.path, lambda files: self._number_of(files, place)) if known else None
+        if number is None:
             raise ConfigError(f"position: it is not of the recording {self.path}", key="position")
+        self._place, self._read, self._number = place, place["batches"], number - 1
+
+    def _number_of(self, files: Mapping[int, Path], place: dict[str, Any]) -> int | None:
+        """Return the number that has the batch at a place, or the next one; None if the batch there is another."""
+        count = place["batches"]
+        if not count:
+            return 1 if place == self._place else None
+        for number, path in files.items():
+            before, stop = batches_before(path)
+            if count < before:
+                raise self._removed(count, before)
+            if count == before:
+                return number  # the batch itself was removed, and the next one was not
+            if count <= stop:
+                (its,) = pq.read_table(path, columns=[*_SOURCE]).slice(count - before - 1, 1).to_pylist()
+                return number if place == {**self._place, "batches": count, **its} else None
+        return None
+
+    def _removed(self, read: int, before: int) -> RunDirError:
+        its = f"batches {read + 1:,} to {before:,} were removed before they were read, for --max-bytes or --max-age-s"
+        return RunDirError("", "", sentence=f"recording {self.path}: {its}; begin at the oldest: leave out position=")
 
     def __iter__(self) -> Iterator[ChunkBatch]:
         """Yield batches to the end of the recording."""
@@ -131,7 +145,6 @@ class RecordedStream:
     def _fetch(self) -> bool:
         """Read the next batch to hand out. Return whether there was one."""
         while (batch := self._next_read()) is not None:
-            self._read += 1
             kept = self._kept(batch)
             if len(kept):
                 source = {name: getattr(batch, name) for name in _SOURCE}
@@ -141,12 +154,23 @@ class RecordedStream:
 
     def _next_read(self) -> ChunkBatch | None:
         while (batch := next(self._rest, None)) is None:
-            later = {number: path for number, path in numbered(self.path, "batches").items() if number > self._number}
-            if not later:
+            if not read_complete(self.path, self._open_next):
                 return None
-            self._number = min(later)
-            self._rest = batches_in(later[self._number])
+        self._read = (self._read or 0) + 1
         return batch
+
+    def _open_next(self, files: Mapping[int, Path]) -> bool:
+        """Open the files of the next number, some of whose batches may have been read. Return whether there is one."""
+        number = next((number for number in files if number > self._number), None)
+        if number is None:
+            return False
+        before, _ = batches_before(files[number])
+        first = before if self._read is None else self._read
+        if before > first:
+            raise self._removed(first, before)
+        self._rest = batches_in(files[number], first - before)
+        self._number, self._read = number, first
+        return True
 
     def _kept(self, batch: ChunkBatch) -> ChunkBatch:
         if self._chosen is None:
@@ -186,7 +210,7 @@ class RecordedStream:
 
     def module_spaces(self, *, timeout_s: float = 0.0) -> dict[str, Spaces]:
         """Return module id -> the spaces of its chunks, of the modules that were recorded."""
-        return dict(spaces_in(path) for path in sorted(self.path.glob("chunks-*.parquet")))
+        return read_complete(self.path, lambda files: dict(map(spaces_in, beside(files, "chunks"))))
 
     @property
     def endpoint(self) -> str:

@@ -1,18 +1,19 @@
 """The files of a recording, which a kill leaves whole and without a row twice.
 
-Each flush writes one number N: `steps-N-MODULE.parquet` and `chunks-N-MODULE.parquet` of each module, then
-`batches-N.parquet`. Its metadata has the position after its batches. A number without it is not complete, and the next
-process removes its files: their batches are not committed, so they come again.
+Each flush writes one number N into the folder `new`: `steps-N-MODULE.parquet` and `chunks-N-MODULE.parquet` of each
+module, then `batches-N.parquet`. Its metadata has the position after its batches, and how many batches are before them.
+A number without it is not complete, and the next process removes its files: their batches are not committed, so they
+come again. `compaction` merges the numbers of `new` into one number beside `new`.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import orjson
 import pyarrow as pa
@@ -27,8 +28,11 @@ SCHEMA = 1
 """Version of names, types and meanings of columns and metadata."""
 METADATA = b"headrace"
 """Key of a file's metadata, which is JSON."""
+NEW = "new"
+"""Folder of the numbers that are not merged yet. The newest merged number holds all up to its own."""
 
 _OF_FLOATS = ("FLOAT", "DOUBLE")
+_Made = TypeVar("_Made")
 
 
 class RecordingFolder:
@@ -36,6 +40,7 @@ class RecordingFolder:
 
     - number: the newest complete number; 0 for a new recording.
     - position: that of a stream after its batches; None for a new recording.
+    - batches: how many were recorded up to it.
 
     Raises:
         RunDirError: another process records to it, it is a run directory, or its newest file cannot be read.
@@ -46,13 +51,15 @@ class RecordingFolder:
         self.path = path
         if (path / "broker.json").exists():
             raise self._refusal("it is a run directory")
-        path.mkdir(parents=True, exist_ok=True)
+        (path / NEW).mkdir(parents=True, exist_ok=True)
         self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._take_lock()
             complete = numbered(path, "batches")
-            self.number = max(complete, default=0)
-            self.position = read_metadata(complete[self.number])["position"] if complete else None
+            self.number, self.batches, self.position = 0, 0, None
+            if complete:
+                self.number, newest = complete.popitem()
+                self.position, self.batches = read_metadata(newest)["position"], batches_before(newest)[1]
             self._remove_incomplete()
         except BaseException:
             self.close()
@@ -68,11 +75,14 @@ class RecordingFolder:
         return RunDirError("", reason, sentence=f"recording {self.path}: {reason}; choose another --dir")
 
     def _remove_incomplete(self) -> None:
-        for path in self.path.glob(".*.parquet.*"):
-            path.unlink()
-        for kind in ("steps", "chunks"):
-            for path in self.path.glob(f"{kind}-*.parquet"):
-                if file_number(path) > self.number:
+        """Remove what no complete number has. A number that only its merge left incomplete is merged again."""
+        complete = numbered(self.path, "batches")
+        for folder in (self.path, self.path / NEW):
+            for path in folder.glob(".*.parquet.*"):
+                path.unlink()
+            for path in folder.glob("*-*.parquet"):
+                newest = complete.get(file_number(path))
+                if newest is None or (newest.parent != folder and folder != self.path):
                     path.unlink()
 
     def write(self, batches: Sequence[ChunkBatch], position: Sequence[dict[str, Any]]) -> int:
@@ -84,18 +94,18 @@ class RecordingFolder:
             told = {"module": own[0].modules[0], "observation_space": spaces[0], "action_space": spaces[1]}
             for kind, table in zip(("steps", "chunks"), file_tables(own), strict=True):
                 nbytes += self._write(f"{kind}-{number:06}-{file}", table, told)
-        nbytes += self._write(f"batches-{number:06}", batch_table(batches, files), {"position": position})
-        self.number = number
+        place = {"position": position, "before": self.batches}
+        nbytes += self._write(f"batches-{number:06}", batch_table(batches, files), place)
+        self.number, self.batches = number, self.batches + len(batches)
         return nbytes
 
     def _write(self, name: str, table: pa.Table, told: dict[str, Any]) -> int:
         """Write a file aside, wait until it is on the disk, and give it its name."""
-        metadata = {METADATA: orjson.dumps({"schema": SCHEMA, **told})}
-        content = parquet_of(table.replace_schema_metadata({**(table.schema.metadata or {}), **metadata}))
-        path = self.path / f"{name}.parquet"
+        content = parquet_of(with_metadata(table, told))
+        path = self.path / NEW / f"{name}.parquet"
         path.unlink(missing_ok=True)  # of a write that failed later; `replace_private` syncs a new file alone
         replace_private(path, content)
-        sync_folder(self.path)
+        sync_folder(path.parent)
         return len(content)
 
     def close(self) -> None:
@@ -112,8 +122,33 @@ class RecordingFolder:
 
 
 def numbered(folder: Path, kind: str) -> dict[int, Path]:
-    """Return the files of a kind by number, in order."""
+    """Return the files of a kind by number, in order, without those whose rows a merged number holds."""
+    new = _by_number(folder / NEW, kind)  # first: a merge removes them after it has named its own file
+    merged = _by_number(folder, kind)
+    newest = max(merged, default=0)
+    return merged | {number: path for number, path in new.items() if number > newest}
+
+
+def _by_number(folder: Path, kind: str) -> dict[int, Path]:
     return dict(sorted((file_number(path), path) for path in folder.glob(f"{kind}-*.parquet")))
+
+
+def read_complete(folder: Path, read: Callable[[Mapping[int, Path]], _Made]) -> _Made:
+    """Return what `read` makes of the files `batches-N` by number. It reads again if a merge takes one away."""
+    while True:
+        files = numbered(folder, "batches")
+        try:
+            return read(files)
+        except (FileNotFoundError, RunDirError):
+            if all(path.exists() for path in files.values()):
+                raise
+
+
+def beside(files: Mapping[int, Path], kind: str) -> list[Path]:
+    """Return the files of a kind beside these files `batches-N`, in the order of their numbers."""
+    found = [path for folder in {path.parent for path in files.values()} for path in folder.glob(f"{kind}-*.parquet")]
+    own = (path for path in found if (its := files.get(file_number(path))) and its.parent == path.parent)
+    return sorted(own, key=lambda path: path.name)
 
 
 def file_number(path: Path) -> int:
@@ -124,33 +159,60 @@ def file_number(path: Path) -> int:
 def read_metadata(path: Path) -> dict[str, Any]:
     """Return what a file of a recording says of itself. Raises `RunDirError`."""
     try:
-        told: dict[str, Any] = orjson.loads((pq.read_schema(path).metadata or {})[METADATA])
-    except (OSError, KeyError, ValueError) as error:  # pyarrow's errors are of these kinds
-        raise RunDirError(
-            "", "", sentence=f"recording {path} cannot be read: {error!s:.200}; choose another --dir"
-        ) from error
+        schema = pq.read_schema(path)
+    except (OSError, ValueError) as error:  # pyarrow's errors are of these kinds
+        raise _unreadable(path, error) from error
+    return metadata_in(schema, path)
+
+
+def _unreadable(path: Path, error: Exception) -> RunDirError:
+    return RunDirError("", "", sentence=f"recording {path} cannot be read: {error!s:.200}; choose another --dir")
+
+
+def metadata_in(schema: pa.Schema, path: Path) -> dict[str, Any]:
+    """Return what the schema of a file of a recording says of the file. Raises `RunDirError`."""
+    try:
+        told: dict[str, Any] = orjson.loads((schema.metadata or {})[METADATA])
+    except (KeyError, ValueError) as error:
+        raise _unreadable(path, error) from error
     if told.get("schema") != SCHEMA:
         known = f"it has schema {told.get('schema')!r:.20}, and this Headrace knows {SCHEMA}"
         raise RunDirError("", "", sentence=f"recording {path} cannot be read: {known}; use the version that wrote it")
     return told
 
 
+def batches_before(path: Path) -> tuple[int, int]:
+    """Return how many batches were recorded before those of a file `batches-N`, and with them. Raises `RunDirError`."""
+    before = int(read_metadata(path)["before"])
+    return before, before + pq.read_metadata(path).num_rows
+
+
+def with_metadata(table: pa.Table, told: Mapping[str, Any]) -> pa.Table:
+    """Return a table whose file says this of itself."""
+    metadata = {METADATA: orjson.dumps({"schema": SCHEMA, **told})}
+    return table.replace_schema_metadata({**(table.schema.metadata or {}), **metadata})
+
+
 def parquet_of(table: pa.Table) -> bytes:
     """Return a table as a Parquet file."""
-    leaves = [*_leaves(table.schema)]
-    floats = [path for path, kind in leaves if kind in _OF_FLOATS]
-    use_dictionary = [path for path, kind in leaves if kind not in _OF_FLOATS]
     sink = pa.BufferOutputStream()
-    pq.write_table(
-        table,
-        sink,
-        compression="zstd",
-        compression_level=1,
-        use_dictionary=use_dictionary,
-        use_byte_stream_split=floats,
-    )
+    write_parquet(sink, table.schema, [table])
     content: bytes = sink.getvalue().to_pybytes()
     return content
+
+
+def write_parquet(sink: Any, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+    """Write tables of a schema as a Parquet file. Each is a row group."""
+    leaves = [*_leaves(schema)]
+    options = {
+        "compression": "zstd",
+        "compression_level": 1,
+        "use_dictionary": [path for path, kind in leaves if kind not in _OF_FLOATS],
+        "use_byte_stream_split": [path for path, kind in leaves if kind in _OF_FLOATS],
+    }
+    with pq.ParquetWriter(sink, schema, **options) as writer:
+        for table in tables:
+            writer.write_table(table, row_group_size=max(table.num_rows, 1))
 
 
 def _leaves(schema: pa.Schema) -> Iterator[tuple[str, str]]:

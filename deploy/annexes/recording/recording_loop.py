@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 
+from headrace.deploy.annexes.recording.compaction import compact, remove_oldest
 from headrace.deploy.annexes.recording.recording_folder import RecordingFolder
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.chunks.batch import ChunkBatch
@@ -19,6 +20,8 @@ FLUSH_AGE_S = 30.0
 FLUSH_BATCHES = 256
 """Batches of one worker, which keeps them until they are committed. It keeps about 1,000 at most."""
 
+TEND_S = 10.0
+"""Seconds between two looks for files to merge."""
 RETRY_S = 2.0
 SAY_S = 10.0
 _TURN_S = 0.2
@@ -30,14 +33,25 @@ class Recording:
     """A recording in progress. Batches wait in memory, uncommitted, until they fill a file.
 
     A file is also written once its first batch is `FLUSH_AGE_S` old, when no worker is left or all wait for a commit,
-    and at the end. `steps`, `writes` and `nbytes` count what this process has written.
+    and at the end. A thread merges small files; at the end the loop merges those that are left. `steps`, `writes` and
+    `nbytes` count what this process has written.
     """
 
-    def __init__(self, stream: EpisodeStream, folder: RecordingFolder) -> None:
+    def __init__(
+        self,
+        stream: EpisodeStream,
+        folder: RecordingFolder,
+        *,
+        max_bytes: float = math.inf,
+        max_age_s: float = math.inf,
+    ) -> None:
         self.steps = self.writes = self.nbytes = 0
         self._stream = stream
         self._folder = folder
+        self._bounds = max_bytes, max_age_s
         self._say_at = time.monotonic() + SAY_S
+        self._tend_at = 0.0
+        self._tending = threading.Thread()
         self._empty()
 
     def _empty(self) -> None:
@@ -51,14 +65,38 @@ class Recording:
 
         Raises `RunDirError` where the folder cannot be written to, or is full at the end, and what the stream raises.
         """
-        while not stopping.is_set() and not self._stream.ended:
-            batch = self._stream.next(_TURN_S)
-            if batch is not None:
-                self._take(batch)
-            if self._is_due(idle=batch is None):
-                self._flush(stopping)
-            self._say_progress()
-        self._flush(stopping)
+        try:
+            while not stopping.is_set() and not self._stream.ended:
+                batch = self._stream.next(_TURN_S)
+                if batch is not None:
+                    self._take(batch)
+                if self._is_due(idle=batch is None):
+                    self._flush(stopping)
+                self._tend_in_background()
+                self._say_progress()
+            self._flush(stopping)
+        finally:
+            if self._tending.ident is not None:
+                self._tending.join()
+        self._tend(all_now=True)
+
+    def _tend_in_background(self) -> None:
+        if time.monotonic() >= self._tend_at and not self._tending.is_alive():
+            self._tend_at = time.monotonic() + TEND_S
+            self._tending = threading.Thread(target=self._tend, name="compaction")
+            self._tending.start()
+
+    def _tend(self, *, all_now: bool = False) -> None:
+        """Merge the numbers that are due, and remove those beyond the bounds.
+
+        What keeps it from that is logged: the numbers are complete as they are.
+        """
+        try:
+            compact(self._folder.path, all_now=all_now)
+            remove_oldest(self._folder.path, *self._bounds)
+        except (OSError, ValueError, RunDirError) as error:  # pyarrow's errors are of the first two kinds
+            reason = getattr(error, "strerror", None) or error
+            log.warning("recording %s: its small files are not merged yet (%s)", self._folder.path, reason)
 
     def _take(self, batch: ChunkBatch) -> None:
         if not self._batches:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from headrace.deploy.annexes.recording.recording_folder import file_number, numbered, read_metadata
+from headrace.deploy.annexes.recording.recording_folder import beside, metadata_in, read_complete, read_metadata
 from headrace.deploy.annexes.recording.row_tables import FINAL, column_of
 from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch, is_obs_column
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, LOOKBACK
@@ -27,23 +27,29 @@ _EPISODE = {
     "newest_weights": "max",
 }
 """Further columns of an episode, and how each is made of those of its chunks."""
+_ROWS = 256
+"""Rows of the table of batches that are Python objects at a time."""
 
 
 def batches_in(path: Path, first: int = 0) -> Iterator[ChunkBatch]:
-    """Yield the batches of a file `batches-N.parquet`, in order, without the `first`. Their arrays are read-only."""
-    rows, number = pq.read_table(path).slice(first).to_pylist(), path.stem.removeprefix("batches-")
-    columns: dict[str, set[str]] = {}
-    for row in rows:
-        columns.setdefault(row["file"], set()).update(row["columns"])
-    files = {file: _File(path.parent, f"{number}-{file}", own) for file, own in columns.items()}
-    for row in rows:
-        yield files[row["file"]].batch(row)
+    """Return the batches of a file `batches-N.parquet`, in order, without the `first`. Their arrays are read-only.
+
+    It opens the files at once, so that they can be removed, and reads a row group when its first batch is due.
+    """
+    rows, number = pq.read_table(path).slice(first), path.stem.removeprefix("batches-")
+    files = {file: _File(path.parent, f"{number}-{file}") for file in rows["file"].unique().to_pylist()}
+    parts = (rows.slice(start, _ROWS).to_pylist() for start in range(0, rows.num_rows, _ROWS))
+    return (files[row["file"]].batch(row) for part in parts for row in part)
 
 
 def spaces_in(path: Path) -> tuple[str, Spaces]:
     """Return the module of a file of steps or chunks, and its spaces. Raises `RunDirError`."""
     told = read_metadata(path)
-    return told["module"], spaces_from_json({"observation": told["observation_space"], "action": told["action_space"]})
+    return told["module"], _spaces(told)
+
+
+def _spaces(told: dict[str, Any]) -> Spaces:
+    return spaces_from_json({"observation": told["observation_space"], "action": told["action_space"]})
 
 
 def episode_table(folder: Path) -> pa.Table:
@@ -52,9 +58,8 @@ def episode_table(folder: Path) -> pa.Table:
     Each column but the weights is that of the same name in `chunks`; return, length, end and reason are those of the
     newest chunk. `oldest_weights` and `newest_weights` are versions (`weights_seq`) that chose its steps.
     """
-    numbers = numbered(folder, "batches")
-    files = sorted(path for path in folder.glob("chunks-*.parquet") if file_number(path) in numbers)
-    chunks = pa.concat_tables([_chunks_with_weights(path) for path in files]).sort_by("chunk_index")
+    parts = read_complete(folder, lambda files: [_chunks_with_weights(path) for path in beside(files, "chunks")])
+    chunks = pa.concat_tables(parts).sort_by("chunk_index")
     told = chunks.group_by([*_OF_EPISODE], use_threads=False).aggregate([*_EPISODE.items()])
     made = [f"{name}_{how}" for name, how in _EPISODE.items()]
     return told.select([*_OF_EPISODE, *made]).rename_columns([*_OF_EPISODE, *_EPISODE])
@@ -78,10 +83,10 @@ def _chunks_with_weights(path: Path) -> pa.Table:
 class _File:
     """The steps and the chunks of one module in one number of a recording."""
 
-    def __init__(self, folder: Path, name: str, columns: Collection[str]) -> None:
-        _, self._spaces = spaces_in(folder / f"steps-{name}.parquet")
-        self._steps = _read(folder / f"steps-{name}.parquet", map(column_of, columns))
-        self._chunks = _read(folder / f"chunks-{name}.parquet", ["infos", *columns, *(FINAL + own for own in columns)])
+    def __init__(self, folder: Path, name: str) -> None:
+        self._steps = _Rows(folder / f"steps-{name}.parquet")
+        self._chunks = _Rows(folder / f"chunks-{name}.parquet")
+        self._spaces = _spaces(self._steps.told)
 
     def batch(self, row: dict[str, Any]) -> ChunkBatch:
         """Return the batch of a row of the table of batches."""
@@ -117,10 +122,29 @@ class _File:
         )
 
 
-def _read(path: Path, columns: Iterable[str]) -> pa.Table:
-    """Return those of these columns that a file has."""
-    with pq.ParquetFile(path) as file:
-        return file.read([*columns]).combine_chunks()
+class _Rows:
+    """The rows of a file, without the columns that a batch has elsewhere. It holds the row groups asked for last."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = pq.ParquetFile(path)
+        schema = self._file.schema_arrow
+        self.told = metadata_in(schema, path)
+        self._columns = [field.name for field in schema if field.metadata or field.name == "infos"]
+        groups = range(self._file.metadata.num_row_groups)
+        self._stops = np.cumsum([self._file.metadata.row_group(group).num_rows for group in groups], dtype=np.int64)
+        self._held = range(0)
+        self._first = 0
+        self._table = schema.empty_table().select(self._columns)
+
+    def slice(self, first: int, count: int) -> pa.Table:
+        """Return `count` rows."""
+        if count:
+            start, last = np.searchsorted(self._stops, [first, first + count - 1], "right").tolist()
+            if self._held != range(start, last + 1):
+                self._held = range(start, last + 1)
+                self._table = self._file.read_row_groups([*self._held], self._columns).combine_chunks()
+                self._first = int(self._stops[start - 1]) if start else 0
+        return self._table.slice(first - self._first if count else 0, count)
 
 
 def _task(text: str) -> Task:
