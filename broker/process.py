@@ -343,7 +343,9 @@ class Broker:
         An announced version is mapped from this machine's memory, if it is there.
         """
         message: list[Buffer] = [frame.buffer for frame in frames]
-        header, arrays = read_weights(WireMessage(MessageKind.WEIGHTS, told, decode_arrays(told, message)))
+        header, arrays = read_weights(
+            WireMessage(MessageKind.WEIGHTS, told, decode_arrays(told, message, of_weights=True))
+        )
         if not self.core.learners.may_publish(peer, header.version, self.core.workers.spaces):
             return
         is_mapped, whole = not arrays and header.version > self.relay.version, message

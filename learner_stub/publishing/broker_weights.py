@@ -27,7 +27,7 @@ from headrace.schemas.messages import (
     messages_to,
 )
 from headrace.schemas.messages.shared_weights import SharedWeights
-from headrace.schemas.messages.weights import MAPPED_BYTES, Arrays, encode_weights
+from headrace.schemas.messages.weights import MAPPED_BYTES, Arrays, encode_weights, nbytes_of
 from headrace.schemas.peers.advertised import is_own_address
 
 _CONTROL = messages_to("publisher")
@@ -50,6 +50,8 @@ class BrokerWeights:
         self.seq = 0
         """Number of the newest version; before the first, the newest that an earlier publisher of this process sent."""
         self.acknowledged: Version = (0, 0)
+        self.takes_bits = False
+        """True if the broker takes dtypes that numpy lacks."""
         self.joined = False
         """True while the broker has welcomed this publisher, and answers."""
         self.refusal: tuple[str, str] | None = None
@@ -161,7 +163,7 @@ class BrokerWeights:
         assert self._arrays is not None
         self._next_send = connection.now() + _RETRY_S
         if self.link.send(self._message(self._arrays)):
-            self._next_send += _nbytes(self._arrays) / _SLOWEST_BYTES_PER_S
+            self._next_send += nbytes_of(self._arrays) / _SLOWEST_BYTES_PER_S
 
     def _message(self, arrays: Arrays) -> list[Buffer]:
         """Return the newest version's announcement if it lies in memory that the broker maps, else all of it."""
@@ -176,7 +178,7 @@ class BrokerWeights:
 
     def _memory_for(self, arrays: Arrays) -> SharedWeights | None:
         """Return the memory from which the broker maps such a version; None where it gets it whole."""
-        return self._shared if _nbytes(arrays) > MAPPED_BYTES else None
+        return self._shared if nbytes_of(arrays) > MAPPED_BYTES else None
 
     def _share_memory(self, *, shared: bool) -> None:
         """Use memory that the broker maps, or stop using it."""
@@ -226,7 +228,7 @@ class BrokerWeights:
         self.joined = True
         self.rows.send_again()
         self._fleet_id = welcome.fleet_id
-        self.epoch = welcome.epoch
+        self.epoch, self.takes_bits = welcome.epoch, welcome.takes_weight_bits
         self._share_memory(shared=welcome.maps_weights and is_own_address(self.link.endpoint))
         connection.shared(self.link.token).learn_weights(welcome)
         if self._arrays is None and welcome.published[0] == self.epoch:
@@ -263,7 +265,3 @@ class BrokerWeights:
         if self._arrays is not None and published < (self.epoch, self.seq):
             self.acknowledged = published
             self._next_send = min(self._next_send, connection.now() + 0.1)
-
-
-def _nbytes(arrays: Arrays) -> int:
-    return sum(array.nbytes for array in arrays.values())
