@@ -37,6 +37,7 @@ from headrace.schemas.messages.weights import (
     Arrays,
     fit_published,
     join_modules,
+    merge_published,
     nbytes_of,
     unwrapped,
     weights_digest,
@@ -92,6 +93,7 @@ class WeightPublisher(Closable):
         self._options["connect_timeout_s"] = connect_timeout_s
         self._tasks: TaskPublisher | None = None
         self._publishing = False
+        self._newest: Arrays = {}
         self._has_warned = False
         connection.enroll(self)
         self._join(connect_timeout_s)
@@ -130,7 +132,13 @@ class WeightPublisher(Closable):
         answering = [broker for broker in self._brokers if broker.joined] or self._brokers
         return min((broker.acknowledged for broker in answering), key=lambda version: version[1])
 
-    def publish(self, state_dict: StateDict | Mapping[str, StateDict], *, allow_non_finite: bool = False) -> int:
+    def publish(
+        self,
+        state_dict: StateDict | Mapping[str, StateDict],
+        *,
+        partial: bool = False,
+        allow_non_finite: bool = False,
+    ) -> int:
         """Make these the fleet's newest weights. Return their seq. Copies them, and does not wait for their arrival.
 
         With several modules: module id -> state dict. A module that is left out is frozen: workers go on with the
@@ -142,12 +150,16 @@ class WeightPublisher(Closable):
         names, as tied parameters, is sent once. Workers cast floats of any width to those of their module. Integers or
         bools in the place of floats are refused.
 
+        With `partial`, only these tensors change, as those of a LoRA. The others stay as this publisher sent them last,
+        and are not sent again to a broker on another machine. Workers get the whole, or the part if they have the rest.
+
         Raises `NotFiniteError` for NaN and infinities. A module may hold them on purpose, as in a buffer with a mask:
         with `allow_non_finite` they are published, with one warning. A state dict does not tell buffers from
         parameters, so the check is then off for both.
 
         Raises `EncodeError` for weights that may not go on the wire: more than 256 MiB or 4,096 arrays, a value that is
-        no tensor or array, a dtype without a place there, a name that is no text, an invalid module id. Raises
+        no tensor or array, a dtype without a place there, a name that is no text, an invalid module id, a part of no
+        version before. Raises
         `WeightsMismatchError` and `ModuleError` for weights that do not fit the workers' modules, as soon as a
         worker has told of them. `RefusedWeightsError` says that a worker could not load an earlier version. This
         method raises it once the new one is sent; a waiting stream raises it too. Workers go on with the weights that
@@ -155,11 +167,17 @@ class WeightPublisher(Closable):
         """
         with connection.shared(self.token).time_spent.part("publish"), interrupt_held():
             arrays, seq = _as_sent(unwrapped(array_views(state_dict))), self.seq + 1
+            before: Arrays = self._newest if partial else {}
+            if before:
+                arrays = merge_published(before, arrays)
+            elif partial:
+                raise EncodeError("this publisher has sent no version of which this can be a part; publish all weights")
             if not all(broker.takes_bits for broker in self._brokers):
                 arrays = each_once(widened, arrays)  # for brokers before 1.1
             if told := connection.shared(self.token).weights:
                 arrays = fit_published(arrays, *told)
-            self._check_finite(arrays, allow_non_finite)
+            changed = {n: a for n, a in arrays.items() if before.get(n) is not a} if partial else arrays
+            self._check_finite(changed, allow_non_finite)
             connection.shared(self.token).published = [(broker.epoch, seq) for broker in self._brokers]
             self._publishing = True
             try:
@@ -167,9 +185,10 @@ class WeightPublisher(Closable):
                 connection.pump_together(self)
             finally:
                 self._publishing = False
-            copies, digest = self._copy(seq, arrays)
+            copies, digest = self._copy(seq, arrays, changed)
             for broker in self._brokers:
-                broker.publish(seq, copies, digest)
+                broker.publish(seq, copies, digest, changed)
+            self._newest = copies
             self.pump()
         return seq
 
@@ -226,12 +245,12 @@ class WeightPublisher(Closable):
                     "published although %s of %s values of %r are not finite", error.bad, error.size, error.name
                 )
 
-    def _copy(self, seq: int, arrays: Arrays) -> tuple[Arrays, str]:
+    def _copy(self, seq: int, arrays: Arrays, changed: Arrays) -> tuple[Arrays, str]:
         """Copy a version once: to memory that a broker on this machine maps, or else to memory of this process."""
         for broker in self._brokers:
             if (shared := broker.share(seq, arrays)) is not None:
                 return shared
-        copies = each_once(np.ndarray.copy, arrays)
+        copies = {**arrays, **each_once(np.ndarray.copy, changed)}
         return copies, weights_digest(copies)
 
     def _join(self, timeout_s: float) -> None:

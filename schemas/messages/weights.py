@@ -162,6 +162,31 @@ def fit_published(arrays: Arrays, modules: Mapping[str, Shapes], kinds: ModuleKi
     return next(iter(fitted.values())) if by_module is None else join_modules(fitted)
 
 
+def merge_published(whole: Arrays, part: Arrays) -> Arrays:
+    """Return `whole` with the arrays of `part`, whose names may be those of a wrapper, in place of its own.
+
+    Raises `WeightsMismatchError` for names that `whole` does not have, and for other shapes or kinds of number.
+    """
+    bare = {_without_wrappers(name): name for name in whole}
+    named = {name if name in whole else bare.get(_without_wrappers(name), name): array for name, array in part.items()}
+    own = {name: whole[name].shape for name in named if name in whole}
+    check_shapes({name: array.shape for name, array in named.items()}, own)
+    _check_kinds(named, own, "".join(kind_of(whole[name].dtype) for name in own), "")
+    return {**whole, **named}
+
+
+def merge_received(header: WeightsHeader, digest: str, whole: Arrays, part: Arrays) -> Arrays:
+    """Return the version of which `part` came, where `whole`, with that digest, is its base. Else no arrays."""
+    if header.base != digest or part.keys() - whole.keys():
+        return {}
+    known: dict[Any, NDArray[Any]] = {}
+    arrays = {**whole, **part}
+    for name, array in arrays.items():  # tied ones came as several views of the same bytes
+        at = array.__array_interface__["data"][0], array.dtype, array.shape
+        arrays[name] = known.setdefault(at, array)
+    return arrays
+
+
 def weights_digest(arrays: Arrays) -> str:
     """Return blake2b-128 over names, dtypes, shapes and bytes, in the order of names: 32 hexadecimal digits."""
     hasher = new_digest()
@@ -185,12 +210,14 @@ def digested(arrays: Arrays) -> Iterator[tuple[bytes, Any]]:
         yield f"{name}\0{code}\0{array.shape}\0".encode(), array
 
 
-def encode_weights(fleet_id: str, version: Version, arrays: Arrays, digest: str = "") -> list[Buffer]:
+def encode_weights(fleet_id: str, version: Version, arrays: Arrays, digest: str = "", base: str = "") -> list[Buffer]:
     """Return the frames of a WEIGHTS message. `digest` is that of the arrays, where it is known already.
+
+    With `base`, they are what differs from the version of that digest, and `digest` is that of the whole.
 
     Raises `EncodeError` for a dtype that may not go on the wire.
     """
-    header = WeightsHeader(fleet_id=fleet_id, version=version, digest=digest or weights_digest(arrays))
+    header = WeightsHeader(fleet_id=fleet_id, version=version, digest=digest or weights_digest(arrays), base=base)
     return encode_packed(MessageKind.WEIGHTS, header.model_dump(), *pack_weights(arrays))
 
 
@@ -215,10 +242,10 @@ def nbytes_of(arrays: Arrays) -> int:
 def read_weights(message: WireMessage) -> tuple[WeightsHeader, Arrays]:
     """Return header and arrays of a decoded WEIGHTS message; no arrays when it only announces a version.
 
-    Raises `DecodeError` when the arrays do not match the digest.
+    Raises `DecodeError` when the arrays do not match the digest. A part has that of the whole, which the broker checks.
     """
     header = read(WeightsHeader, message.header)
-    if message.arrays:
+    if message.arrays and not header.base:
         check_digest(header, weights_digest(message.arrays))
     return header, message.arrays
 

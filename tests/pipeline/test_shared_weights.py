@@ -572,8 +572,8 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     kinds: list[bool] = []
     message = BrokerWeights._message
 
-    def noted(weights: BrokerWeights, arrays: Any) -> list[Buffer]:
-        frames = message(weights, arrays)
+    def noted(weights: BrokerWeights, *arrays: Any) -> list[Buffer]:
+        frames = message(weights, *arrays)
         kinds.append(len(frames) == 2)
         return frames
 
