@@ -340,19 +340,25 @@ class Broker:
     def _take_weights(self, peer: Peer, told: dict[str, Any], frames: list[zmq.Frame]) -> None:
         """Keep a version from the publisher, broadcast it, and acknowledge it. An older one is only acknowledged.
 
-        An announced version is mapped from this machine's memory, if it is there.
+        An announced version is mapped from this machine's memory, if it is there. A part is merged into the version
+        before it. Without that, the answer asks for the whole.
         """
         message: list[Buffer] = [frame.buffer for frame in frames]
-        header, arrays = read_weights(WireMessage(MessageKind.WEIGHTS, told, decode_arrays(told, message)))
+        header, arrays = read_weights(
+            WireMessage(MessageKind.WEIGHTS, told, decode_arrays(told, message, of_weights=True))
+        )
         if not self.core.learners.may_publish(peer, header.version, self.core.workers.spaces):
             return
-        is_mapped, whole = not arrays and header.version > self.relay.version, message
+        is_news, part = header.version > self.relay.version, message if header.base else []
+        is_mapped, whole = not arrays and is_news, message
+        if part and is_news:
+            whole, header = self.relay.merge(header, arrays), header.model_copy(update={"base": ""})
         if is_mapped:
             # Version and digest are claims: they name a file of this user's, whose header must say the same.
             found = self._shared.read(header.version, header.digest)
             whole = found[0] if found is not None else []
         if whole and self.keep_weights(header, whole, is_mapped=is_mapped):
-            self._broadcast()
+            self._broadcast(part if part and self.relay.is_small_part(part) else [])
             if is_mapped:
                 self._shared.remove_older(header.version)
             for observer in self.core.observers:
@@ -432,7 +438,8 @@ class Broker:
             if error.errno == errno.EHOSTUNREACH:
                 self.core.gone(peer)
 
-    def _broadcast(self) -> None:
+    def _broadcast(self, part: list[Buffer] | None = None) -> None:
+        """Send the newest version, or to workers of other machines a `part` of it alone."""
         if self.relay.broadcast:
             sockets.send(self.sockets.weights, [MAPPING_TOPIC, *self.relay.to_mappers])
-            sockets.send(self.sockets.weights, self.relay.broadcast)
+            sockets.send(self.sockets.weights, part or self.relay.broadcast)

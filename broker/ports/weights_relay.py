@@ -9,13 +9,24 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.schemas.basics.bounds import Version
-from headrace.schemas.frames.wire import Buffer, MessageKind, encode
+from headrace.schemas.frames.wire import Buffer, MessageKind, decode, encode
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull
-from headrace.schemas.messages.weights import INLINE_BYTES, MAPPED_BYTES
+from headrace.schemas.messages.weights import (
+    INLINE_BYTES,
+    MAPPED_BYTES,
+    Arrays,
+    encode_weights,
+    merge_received,
+    weights_digest,
+)
 from headrace.schemas.messages.weights_messages import PIECE_BYTES
 
 PULLED_S = 10.0
 """Seconds for which a version counts as being pulled once a piece of it was asked for."""
+
+
+_PART = 16
+"""How many times larger than a part the whole is at least. Workers get the part each, and the whole once a machine."""
 
 
 @dataclass(slots=True)
@@ -92,6 +103,16 @@ class WeightsRelay:
         self.broadcast = self.to_mappers = _announcement(header) if self.is_large else frames
         return True
 
+    def merge(self, header: WeightsHeader, part: Arrays) -> list[Buffer]:
+        """Return the whole message of a version of which a part came; no frames if its base is not the newest here."""
+        if not self.frames:
+            return []
+        held = decode(self.frames)
+        arrays = merge_received(header, held.header["digest"], held.arrays, part)
+        if not arrays or weights_digest(arrays) != header.digest:
+            return []
+        return encode_weights(header.fleet_id, header.version, arrays, header.digest)
+
     def announce(self, header: WeightsHeader) -> None:
         """Announce the version held to subscribers that map versions: it lies in this machine's memory."""
         self.to_mappers = _announcement(header)
@@ -100,6 +121,10 @@ class WeightsRelay:
     def is_large(self) -> bool:
         """Return whether the version is announced to all workers, which map or fetch it."""
         return sum(self._newest.sizes) > INLINE_BYTES
+
+    def is_small_part(self, frames: list[Buffer]) -> bool:
+        """Return whether to broadcast this part of the version, and not have each machine pull all of it."""
+        return self.is_large and sum(map(len, frames)) <= max(INLINE_BYTES, sum(self._newest.sizes) // _PART)
 
     @property
     def is_to_be_mapped(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Collection
 from contextlib import suppress
 
 from headrace.learner_stub.link import connection
@@ -27,7 +28,7 @@ from headrace.schemas.messages import (
     messages_to,
 )
 from headrace.schemas.messages.shared_weights import SharedWeights
-from headrace.schemas.messages.weights import MAPPED_BYTES, Arrays, encode_weights
+from headrace.schemas.messages.weights import MAPPED_BYTES, Arrays, encode_weights, nbytes_of
 from headrace.schemas.peers.advertised import is_own_address
 
 _CONTROL = messages_to("publisher")
@@ -50,6 +51,9 @@ class BrokerWeights:
         self.seq = 0
         """Number of the newest version; before the first, the newest that an earlier publisher of this process sent."""
         self.acknowledged: Version = (0, 0)
+        self.takes_bits = False
+        """True if the broker takes dtypes that numpy lacks."""
+        self._merges = False
         self.joined = False
         """True while the broker has welcomed this publisher, and answers."""
         self.refusal: tuple[str, str] | None = None
@@ -63,6 +67,8 @@ class BrokerWeights:
         self._written: Version = (0, 0)
         """The newest version that was to be written there, and whether it was."""
         self._is_written = False
+        self._is_part = False
+        """True while the broker may ask for all of the newest version, of which it was sent a part."""
         self._heard = 0.0
         self._next_send = 0.0
         self._refused: WeightsRefusal | None = None
@@ -85,8 +91,10 @@ class BrokerWeights:
         self._is_written = written is not None
         return written
 
-    def publish(self, seq: int, arrays: Arrays, digest: str) -> None:
+    def publish(self, seq: int, arrays: Arrays, digest: str, changed: Collection[str]) -> None:
         """Make these the newest weights at this broker. `digest` is that of `arrays`.
+
+        Only `changed` are sent if they are fewer. A broker that lacks the version before asks for all.
 
         Raises `EncodeError` for arrays that may not go on the wire. The newest weights are the ones before then.
         """
@@ -94,7 +102,8 @@ class BrokerWeights:
         self.seq, self._arrays, self._digest = seq, arrays, digest
         try:
             if self.epoch:  # else after the first WELCOME
-                self._send_weights()
+                is_part = self._merges and before[2] != "" and len(changed) < len(arrays)
+                self._send_weights({name: arrays[name] for name in changed} if is_part else None, before[2])
         except EncodeError:
             self.seq, self._arrays, self._digest = before
             raise
@@ -157,14 +166,15 @@ class BrokerWeights:
         if not self.link.send(hello.frames()):
             self._next_send = 0.0  # there is no connection yet: send again as soon as there is one
 
-    def _send_weights(self) -> None:
+    def _send_weights(self, part: Arrays | None = None, base: str = "") -> None:
         assert self._arrays is not None
         self._next_send = connection.now() + _RETRY_S
-        if self.link.send(self._message(self._arrays)):
-            self._next_send += _nbytes(self._arrays) / _SLOWEST_BYTES_PER_S
+        self._is_part = part is not None
+        if self.link.send(self._message(self._arrays, part, base)):
+            self._next_send += nbytes_of(self._arrays) / _SLOWEST_BYTES_PER_S
 
-    def _message(self, arrays: Arrays) -> list[Buffer]:
-        """Return the newest version's announcement if it lies in memory that the broker maps, else all of it."""
+    def _message(self, arrays: Arrays, part: Arrays | None, base: str) -> list[Buffer]:
+        """Return the newest version's announcement if it lies in memory that the broker maps, else the part or all."""
         header = WeightsHeader(fleet_id=self._fleet_id, version=(self.epoch, self.seq), digest=self._digest)
         memory = self._memory_for(arrays)
         if memory is not None and self._written != header.version:  # written for another broker, or an earlier lease
@@ -172,11 +182,13 @@ class BrokerWeights:
             self._written, self._is_written = header.version, memory.write(header, frames)
         if memory is not None and self._is_written:
             return encode(MessageKind.WEIGHTS, header.model_dump())
+        if part is not None:
+            return encode_weights(self._fleet_id, header.version, part, self._digest, base)
         return encode_weights(self._fleet_id, header.version, arrays, self._digest)
 
     def _memory_for(self, arrays: Arrays) -> SharedWeights | None:
         """Return the memory from which the broker maps such a version; None where it gets it whole."""
-        return self._shared if _nbytes(arrays) > MAPPED_BYTES else None
+        return self._shared if nbytes_of(arrays) > MAPPED_BYTES else None
 
     def _share_memory(self, *, shared: bool) -> None:
         """Use memory that the broker maps, or stop using it."""
@@ -197,8 +209,11 @@ class BrokerWeights:
                 return
 
     def _waits_for_broker(self) -> bool:
-        """Return whether the broker may still map the newest version."""
-        return self._is_written and self.acknowledged < self._written and self.refusal is None
+        """Return whether the broker may still map the newest version, or ask for it."""
+        lacks = (self._is_written and self.acknowledged < self._written) or (
+            self._is_part and self.acknowledged < (self.epoch, self.seq)
+        )
+        return lacks and self.refusal is None
 
     def _send_rows(self, now: float, *, at_once: bool = False) -> bool:
         rows = self.rows.due(now, at_once=at_once)
@@ -226,7 +241,8 @@ class BrokerWeights:
         self.joined = True
         self.rows.send_again()
         self._fleet_id = welcome.fleet_id
-        self.epoch = welcome.epoch
+        self.epoch, self.takes_bits = welcome.epoch, welcome.takes_weight_bits
+        self._merges = welcome.merges_weights
         self._share_memory(shared=welcome.maps_weights and is_own_address(self.link.endpoint))
         connection.shared(self.link.token).learn_weights(welcome)
         if self._arrays is None and welcome.published[0] == self.epoch:
@@ -240,6 +256,8 @@ class BrokerWeights:
             self.acknowledged = max(self.acknowledged, ack.version)
         elif ack.version == self._written:  # an older one may have been removed meanwhile
             self._share_memory(shared=False)
+            self._next_send = 0.0
+        elif ack.version == (self.epoch, self.seq):
             self._next_send = 0.0
 
     def _on_status(self, status: Status) -> None:
@@ -263,7 +281,3 @@ class BrokerWeights:
         if self._arrays is not None and published < (self.epoch, self.seq):
             self.acknowledged = published
             self._next_send = min(self._next_send, connection.now() + 0.1)
-
-
-def _nbytes(arrays: Arrays) -> int:
-    return sum(array.nbytes for array in arrays.values())

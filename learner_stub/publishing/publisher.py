@@ -9,9 +9,10 @@ with WeightPublisher(endpoint) as weights:
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -27,12 +28,20 @@ from headrace.learner_stub.publishing.task_publisher import TaskPublisher
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.closable import Closable
 from headrace.schemas.basics.stop_event import interrupt_held
-from headrace.schemas.basics.tensor_array import array_of
+from headrace.schemas.basics.tensor_array import bits_of, widened
 from headrace.schemas.chunks.module_spaces import check_module_ids
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
 from headrace.schemas.errors import EncodeError, NotFiniteError, refusal
 from headrace.schemas.frames.manifest import DEFAULT_LIMITS, as_sent
-from headrace.schemas.messages.weights import Arrays, fit_published, join_modules, weights_digest
+from headrace.schemas.messages.weights import (
+    Arrays,
+    fit_published,
+    join_modules,
+    merge_published,
+    nbytes_of,
+    unwrapped,
+    weights_digest,
+)
 from headrace.schemas.peers.fleet_address import AddressSource
 from headrace.schemas.peers.fleet_place import FleetPlace, broker_fleet_id
 
@@ -85,6 +94,7 @@ class WeightPublisher(Closable):
         self._options["connect_timeout_s"] = connect_timeout_s
         self._tasks: TaskPublisher | None = None
         self._publishing = False
+        self._newest: Arrays = {}
         self._has_warned = False
         connection.enroll(self)
         self._join(connect_timeout_s)
@@ -123,23 +133,34 @@ class WeightPublisher(Closable):
         answering = [broker for broker in self._brokers if broker.joined] or self._brokers
         return min((broker.acknowledged for broker in answering), key=lambda version: version[1])
 
-    def publish(self, state_dict: StateDict | Mapping[str, StateDict], *, allow_non_finite: bool = False) -> int:
+    def publish(
+        self,
+        state_dict: StateDict | Mapping[str, StateDict],
+        *,
+        partial: bool = False,
+        allow_non_finite: bool = False,
+    ) -> int:
         """Make these the fleet's newest weights. Return their seq. Copies them, and does not wait for their arrival.
 
         With several modules: module id -> state dict. A module that is left out is frozen: workers go on with the
         weights that they have for it, and those that start later use the ones it was built with. Arrays named
-        "connectors/..." beside a module's tensors are state of its connectors. The parts `module.` and `_orig_mod.`
-        that DDP and `torch.compile` put into names are taken off where the names do not fit with them.
+        "connectors/..." beside a module's tensors are state of its connectors. `_orig_mod.` of `torch.compile` is
+        taken out of names, and a `module.` of DDP where it is in front of all of them.
 
-        Workers cast floats of any width to those of their module. bfloat16 goes on the wire as float32. Integers or
+        Tensors may be on any device, and keep their dtype on the wire, bfloat16 and float8 too. What stands under two
+        names, as tied parameters, is sent once. Workers cast floats of any width to those of their module. Integers or
         bools in the place of floats are refused.
+
+        With `partial`, only these tensors change, as those of a LoRA. The others stay as this publisher sent them last,
+        and are not sent again to a broker on another machine. Workers get the whole, or the part if they have the rest.
 
         Raises `NotFiniteError` for NaN and infinities. A module may hold them on purpose, as in a buffer with a mask:
         with `allow_non_finite` they are published, with one warning. A state dict does not tell buffers from
         parameters, so the check is then off for both.
 
         Raises `EncodeError` for weights that may not go on the wire: more than 256 MiB or 4,096 arrays, a value that is
-        no tensor or array, a dtype without a place there, a name that is no text, an invalid module id. Raises
+        no tensor or array, a dtype without a place there, a name that is no text, an invalid module id, a part of no
+        version before. Raises
         `WeightsMismatchError` and `ModuleError` for weights that do not fit the workers' modules, as soon as a
         worker has told of them. `RefusedWeightsError` says that a worker could not load an earlier version. This
         method raises it once the new one is sent; a waiting stream raises it too. Workers go on with the weights that
@@ -147,10 +168,18 @@ class WeightPublisher(Closable):
         """
         self._check_usable()
         with connection.shared(self.token).time_spent.part("publish"), interrupt_held(), self._lock:
-            arrays, seq = _as_sent(array_views(state_dict)), self.seq + 1
+            arrays, seq = _as_sent(unwrapped(array_views(state_dict))), self.seq + 1
+            before: Arrays = self._newest if partial else {}
+            if before:
+                arrays = merge_published(before, arrays)
+            elif partial:
+                raise EncodeError("this publisher has sent no version of which this can be a part; publish all weights")
+            if not all(broker.takes_bits for broker in self._brokers):
+                arrays = each_once(widened, arrays)  # for brokers before 1.1
             if told := connection.shared(self.token).weights:
                 arrays = fit_published(arrays, *told)
-            self._check_finite(arrays, allow_non_finite)
+            changed = {n: a for n, a in arrays.items() if before.get(n) is not a} if partial else arrays
+            self._check_finite(changed, allow_non_finite)
             connection.shared(self.token).published = [(broker.epoch, seq) for broker in self._brokers]
             self._publishing = True
             try:
@@ -158,9 +187,10 @@ class WeightPublisher(Closable):
                 connection.pump_together(self)
             finally:
                 self._publishing = False
-            copies, digest = self._copy(seq, arrays)
+            copies, digest = self._copy(seq, arrays, changed)
             for broker in self._brokers:
-                broker.publish(seq, copies, digest)
+                broker.publish(seq, copies, digest, changed)
+            self._newest = copies
             self.pump()
         return seq
 
@@ -228,12 +258,12 @@ class WeightPublisher(Closable):
                     "published although %s of %s values of %r are not finite", error.bad, error.size, error.name
                 )
 
-    def _copy(self, seq: int, arrays: Arrays) -> tuple[Arrays, str]:
+    def _copy(self, seq: int, arrays: Arrays, changed: Arrays) -> tuple[Arrays, str]:
         """Copy a version once: to memory that a broker on this machine maps, or else to memory of this process."""
         for broker in self._brokers:
             if (shared := broker.share(seq, arrays)) is not None:
                 return shared
-        copies = {name: array.copy() for name, array in arrays.items()}
+        copies = {**arrays, **each_once(np.ndarray.copy, changed)}
         return copies, weights_digest(copies)
 
     def _join(self, timeout_s: float) -> None:
@@ -251,20 +281,30 @@ class WeightPublisher(Closable):
 def as_arrays(
     state_dict: StateDict | Mapping[str, StateDict], *, allow_non_finite: bool = False
 ) -> dict[str, NDArray[Any]]:
-    """Return copies of all tensors as arrays, those of several modules under joined names.
+    """Return copies of all tensors as arrays, those of several modules under joined names, bfloat16 as float32.
 
     Raises `EncodeError`, and `NotFiniteError` unless `allow_non_finite`.
     """
     arrays = array_views(state_dict)
     if not allow_non_finite:
         check_finite(arrays)
-    return {name: array.copy() for name, array in arrays.items()}
+    return {name: widened(array) if array.dtype.names else array.copy() for name, array in arrays.items()}
+
+
+def each_once(change: Callable[[NDArray[Any]], NDArray[Any]], arrays: Arrays) -> Arrays:
+    """Return changed arrays. One that stands under two names stands under both again."""
+    changed = {id(array): change(array) for array in arrays.values()}
+    return {name: changed[id(array)] for name, array in arrays.items()}
 
 
 def check_finite(arrays: Arrays) -> None:
     """Raise `NotFiniteError` for the first array that has a NaN or an infinity."""
     for name, array in arrays.items():
-        if array.dtype.kind == "f" and not (finite := np.isfinite(array)).all():
+        if array.dtype.kind not in "fV":
+            continue
+        wide = widened(array)
+        # One pass, and the usual case. The sum is not finite if one of the numbers is not, or if it overflows.
+        if not math.isfinite(np.vdot(wide, wide)) and not (finite := np.isfinite(wide)).all():
             bad = array.size - int(finite.sum())
             raise NotFiniteError(
                 name,
@@ -280,12 +320,16 @@ _REMEDY = "module.state_dict(), or {module id: state dict} for several modules"
 
 
 def array_views(state_dict: StateDict | Mapping[str, StateDict]) -> dict[str, NDArray[Any]]:
-    """Return all tensors as arrays, without a copy where they are in the processor's memory. Raises `EncodeError`."""
+    """Return all tensors as arrays, without a copy where they are in the processor's memory.
+
+    Tensors that are the same part of one memory are one array. Raises `EncodeError`.
+    """
     if not isinstance(state_dict, Mapping):
         raise EncodeError(f"{type(state_dict).__name__} is no state dict; give {_REMEDY}")
     if "param_groups" in state_dict:
         raise EncodeError(f"this is the state dict of an optimizer, which workers do not need; give {_REMEDY}")
-    arrays = {name: _to_array(name, value) for name, value in _flat(state_dict).items()}
+    known: _Known = {}
+    arrays = {name: _to_array(name, value, known) for name, value in _flat(state_dict).items()}
     if not arrays:
         raise EncodeError("a state dict without tensors cannot be published or saved; give at least one")
     return arrays
@@ -293,7 +337,7 @@ def array_views(state_dict: StateDict | Mapping[str, StateDict]) -> dict[str, ND
 
 def _as_sent(arrays: Arrays) -> Arrays:
     """Return arrays with the bytes that go on the wire. Raises `EncodeError` for those that may not."""
-    nbytes = sum(array.nbytes for array in arrays.values())
+    nbytes = nbytes_of(arrays)
     if nbytes > DEFAULT_LIMITS.payload_bytes:
         allowed = f"{DEFAULT_LIMITS.payload_bytes >> 20} MiB are allowed"
         raise EncodeError(
@@ -317,8 +361,12 @@ def _flat(state_dict: StateDict | Mapping[str, StateDict]) -> StateDict:
     return join_modules(by_module)
 
 
-def _to_array(name: str, value: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
-    """Return a tensor as a numpy array; bfloat16, which numpy lacks, becomes float32.
+_Known = dict[Any, tuple[torch.Tensor, NDArray[Any]]]
+"""Address, shape, strides and dtype of a tensor -> it, so that its address stays its own, and its array."""
+
+
+def _to_array(name: str, value: torch.Tensor | NDArray[Any], known: _Known) -> NDArray[Any]:
+    """Return a tensor as a numpy array. One of the same memory that is `known` comes again.
 
     Raises `EncodeError` for anything else than a tensor or an array, and for a name that is no text.
     """
@@ -331,6 +379,12 @@ def _to_array(name: str, value: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
         remedy = "; give its state_dict()" if isinstance(value, torch.nn.Module) else ""
         raise EncodeError(f"{name!r} is of type {kind}; only tensors and arrays can be published or saved{remedy}")
     try:
-        return array_of(value)
+        key = value.data_ptr(), value.shape, value.stride(), value.dtype
+        if key not in known:
+            known[key] = value, bits_of(value)
+        return known[key][1]
     except (TypeError, RuntimeError) as error:  # a sparse tensor, or one on the device "meta"
-        raise EncodeError(f"tensor {name!r} of dtype {value.dtype} cannot be published: {error}") from error
+        why: object = 'it is on the device "meta" and has no numbers' if value.is_meta else error
+        if hasattr(value, "full_tensor"):
+            why = "it is a shard; give get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))"
+        raise EncodeError(f"tensor {name!r} of dtype {value.dtype} cannot be published: {why}") from error

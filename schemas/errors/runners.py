@@ -53,8 +53,7 @@ class WeightsMismatchError(ModuleError):
             f"{name!r:.200} has shape {given}, the module's {own}" for name, (given, own) in [*shapes.items()][:5]
         ]
         faults += [
-            f"{name!r:.200} is {given}, the module's {own}, and "
-            + ("float8 weights are refused" if "float8" in given + own else "a cast would change its numbers")
+            f"{name!r:.200} is {given}, the module's {own}, and a cast would change its numbers"
             for name, (given, own) in [*self.dtypes.items()][:5]
         ]
         if wrapped := sorted(WRAPPERS & {part for name in self.unknown for part in name.split(".")}):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.tensor_array import BIT_DTYPES
 from headrace.schemas.errors import DecodeError, EncodeError
 
 
@@ -36,8 +37,10 @@ OWN_FRAME_BYTES = 64 * 1024
 
 ALLOWED_DTYPES = frozenset(("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"))
 _DTYPES: dict[str, np.dtype[Any]] = {dtype: np.dtype(dtype) for dtype in ALLOWED_DTYPES}
+_WEIGHT_DTYPES = _DTYPES | BIT_DTYPES
+"""Those of a WEIGHTS message."""
 
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_CODES = {dtype: code for code, dtype in _WEIGHT_DTYPES.items()}
 
 _OWN_FRAMES = DEFAULT_LIMITS.frames - 3
 """Large arrays beyond this number join the small ones, at the price of a copy: `WireLimits` bounds the frames."""
@@ -92,8 +95,12 @@ def as_sent(name: str, array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def view(row: Any, frames: Sequence[Buffer], limits: WireLimits) -> tuple[str, NDArray[Any]]:
+def view(
+    row: Any, frames: Sequence[Buffer], limits: WireLimits, *, of_weights: bool = False
+) -> tuple[str, NDArray[Any]]:
     """Return one manifest row as a read-only array over its frame. Raises `DecodeError`.
+
+    Weights may have the dtypes of `BIT_DTYPES` too.
 
     Rows may share bytes, since they are read-only. A value of the wrong type is never printed: a list nested a
     thousand deep has no repr, only a RecursionError.
@@ -103,7 +110,7 @@ def view(row: Any, frames: Sequence[Buffer], limits: WireLimits) -> tuple[str, N
     name, dtype, shape, frame, offset = row
     if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, list):
         raise DecodeError("bad_manifest", "a row has a name, dtype or shape of the wrong JSON type")
-    known = _DTYPES.get(dtype)
+    known = (_WEIGHT_DTYPES if of_weights else _DTYPES).get(dtype)
     if known is None:
         raise DecodeError("bad_dtype", f"array {name!r:.80} has dtype {dtype!r:.40}, which is not allowed")
     if len(shape) > limits.dims:

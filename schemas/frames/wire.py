@@ -7,7 +7,8 @@
                                      "sizes": [bytes of frame 2, ...],
                                      "arrays": [[name, dtype, shape, frame, byte offset], ...]}
                     and "encoding" with "raw_sizes" if they are compressed (`compression.py`)
-    frame 2…  raw        C-contiguous little-endian buffers. Arrays of 64 KiB and more have a frame of their own and are
+    frame 2…  raw        C-contiguous little-endian buffers. Weights that numpy has no dtype for are bits under the name
+                         of their dtype ("bfloat16"). Arrays of 64 KiB and more have a frame of their own and are
                          sent without a copy; smaller ones are joined in one frame, each at a multiple of 64 bytes.
 
 The two checksums chain: frame 0 covers the header, and the header names the checksum of the payload. So a broker checks
@@ -304,11 +305,11 @@ def _check_sizes(payload: Any, frames: Sequence[Buffer], limits: WireLimits) -> 
 def decode(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> WireMessage:
     """Return the message in `frames`, its arrays as read-only views. Raises `DecodeError` and nothing else."""
     kind, header = decode_header(frames, limits)
-    return WireMessage(kind, header, decode_arrays(header, frames, limits))
+    return WireMessage(kind, header, decode_arrays(header, frames, limits, of_weights=kind is MessageKind.WEIGHTS))
 
 
 def decode_arrays(
-    header: dict[str, Any], frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS
+    header: dict[str, Any], frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS, *, of_weights: bool = False
 ) -> dict[str, NDArray[Any]]:
     """Return the arrays of a message whose `header` came from `decode_header`. Raises `DecodeError`."""
     payload = header.get("payload")
@@ -317,11 +318,11 @@ def decode_arrays(
     check_payload(payload, frames)
     if is_compressed(header):
         frames = [*frames[:2], *decompress(payload, frames[2:], limits)]
-    return views_of(payload, frames, limits)
+    return views_of(payload, frames, limits, of_weights=of_weights)
 
 
 def views_of(
-    payload: dict[str, Any], frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS
+    payload: dict[str, Any], frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS, *, of_weights: bool = False
 ) -> dict[str, NDArray[Any]]:
     """Return read-only views of frames that are not compressed, without a look at their bytes. Raises `DecodeError`."""
     manifest = payload.get("arrays")
@@ -329,7 +330,7 @@ def views_of(
         raise DecodeError("bad_manifest", f"manifest is not a list of at most {limits.arrays} arrays")
     arrays: dict[str, NDArray[Any]] = {}
     for row in manifest:
-        name, array = view(row, frames, limits)
+        name, array = view(row, frames, limits, of_weights=of_weights)
         if name in arrays:
             raise DecodeError("bad_manifest", f"array {name!r} is listed twice")
         arrays[name] = array

@@ -34,7 +34,7 @@ from headrace.schemas.basics.run_files import open_own
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode
 from headrace.schemas.messages import WeightsHeader
-from headrace.schemas.messages.weights import Arrays
+from headrace.schemas.messages.weights import Arrays, nbytes_of
 from headrace.schemas.messages.weights_file import NewFile, map_frames, write_arrays, write_frames
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class SharedWeights:
             return None
         aside = self._aside(version)
         try:
-            _check_room(self._folder, sum(array.nbytes for array in arrays.values()))
+            _check_room(self._folder, nbytes_of(arrays))
             views, digest = write_arrays(aside, self._fleet_id, version, arrays)
             aside.replace(self._folder / _name_of(version, digest))
         except BaseException as error:

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.basics.bounds import Version
-from headrace.schemas.errors import WRAPPERS, DecodeError, WeightsMismatchError, which_module_error
-from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireMessage, encode
+from headrace.schemas.basics.tensor_array import dtype_name
+from headrace.schemas.errors import WRAPPERS, DecodeError, EncodeError, WeightsMismatchError, which_module_error
+from headrace.schemas.frames.manifest import pack
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireMessage, encode_packed
 from headrace.schemas.messages import ModuleKinds, WeightsHeader, kind_of, read
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -94,6 +96,27 @@ def fit_names(given: Mapping[str, T], own: Iterable[str]) -> Mapping[str, T]:
     return {bare[_without_wrappers(name)]: value for name, value in given.items()}
 
 
+def unwrapped(arrays: Mapping[str, T]) -> Mapping[str, T]:
+    """Return weights without `_orig_mod.` in names, and without a `module.` in front of all names of a module.
+
+    Raises `EncodeError` where two names become one.
+    """
+    if not any("_orig_mod" in name or "module." in name for name in arrays):
+        return arrays
+    if (by_module := split_modules(arrays)) is not None:
+        return join_modules({module_id: unwrapped(own) for module_id, own in by_module.items()})
+    bare = {name: name for name in arrays if name.startswith(CONNECTORS)}
+    own = {name: ".".join(p for p in name.split(".") if p != "_orig_mod") for name in arrays if name not in bare}
+    if all(name.startswith("module.") for name in own.values()):
+        own = {name: plain.removeprefix("module.") for name, plain in own.items()}
+    bare |= own
+    first: dict[str, str] = {}
+    for name, plain in bare.items():
+        if (other := first.setdefault(plain, name)) != name:
+            raise EncodeError(f"{other!r} and {name!r} are both {plain!r} without wrappers' names; publish one of them")
+    return {bare[name]: value for name, value in arrays.items()}
+
+
 def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
@@ -102,7 +125,9 @@ def _check_kinds(given: Arrays, own: Iterable[str], kinds: str, module_id: str) 
     """Raise `WeightsMismatchError` if arrays hold other kinds of number than the module's `own` tensors, as told."""
     words = {"f": "float", "i": "int", "b": "bool"}
     pairs = [pair for pair in zip(own, kinds, strict=False) if pair[1] in words]
-    differ = {name: (str(given[name].dtype), words[kind]) for name, kind in pairs if kind_of(given[name].dtype) != kind}
+    differ = {
+        name: (dtype_name(given[name].dtype), words[kind]) for name, kind in pairs if kind_of(given[name].dtype) != kind
+    }
     if differ:
         raise WeightsMismatchError([], [], {}, module_id, dtypes=differ)
 
@@ -137,6 +162,31 @@ def fit_published(arrays: Arrays, modules: Mapping[str, Shapes], kinds: ModuleKi
     return next(iter(fitted.values())) if by_module is None else join_modules(fitted)
 
 
+def merge_published(whole: Arrays, part: Arrays) -> Arrays:
+    """Return `whole` with the arrays of `part`, whose names may be those of a wrapper, in place of its own.
+
+    Raises `WeightsMismatchError` for names that `whole` does not have, and for other shapes or kinds of number.
+    """
+    bare = {_without_wrappers(name): name for name in whole}
+    named = {name if name in whole else bare.get(_without_wrappers(name), name): array for name, array in part.items()}
+    own = {name: whole[name].shape for name in named if name in whole}
+    check_shapes({name: array.shape for name, array in named.items()}, own)
+    _check_kinds(named, own, "".join(kind_of(whole[name].dtype) for name in own), "")
+    return {**whole, **named}
+
+
+def merge_received(header: WeightsHeader, digest: str, whole: Arrays, part: Arrays) -> Arrays:
+    """Return the version of which `part` came, where `whole`, with that digest, is its base. Else no arrays."""
+    if header.base != digest or part.keys() - whole.keys():
+        return {}
+    known: dict[Any, NDArray[Any]] = {}
+    arrays = {**whole, **part}
+    for name, array in arrays.items():  # tied ones came as several views of the same bytes
+        at = array.__array_interface__["data"][0], array.dtype, array.shape
+        arrays[name] = known.setdefault(at, array)
+    return arrays
+
+
 def weights_digest(arrays: Arrays) -> str:
     """Return blake2b-128 over names, dtypes, shapes and bytes, in the order of names: 32 hexadecimal digits."""
     hasher = new_digest()
@@ -151,34 +201,51 @@ def new_digest() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=16)
 
 
-def digested(arrays: Arrays) -> Iterator[tuple[bytes, memoryview]]:
-    """Yield (a line about an array, its bytes) in the order in which a digest takes them."""
+def digested(arrays: Arrays) -> Iterator[tuple[bytes, Any]]:
+    """Yield (a line about an array, it as contiguous bytes) in the order in which a digest takes them."""
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
-        yield f"{name}\0{array.dtype.str}\0{array.shape}\0".encode(), array.reshape(-1).view(np.uint8).data
+        dtype = array.dtype
+        code = dtype.names[0] if dtype.names else dtype.str
+        yield f"{name}\0{code}\0{array.shape}\0".encode(), array
 
 
-def encode_weights(fleet_id: str, version: Version, arrays: Arrays, digest: str = "") -> list[Buffer]:
+def encode_weights(fleet_id: str, version: Version, arrays: Arrays, digest: str = "", base: str = "") -> list[Buffer]:
     """Return the frames of a WEIGHTS message. `digest` is that of the arrays, where it is known already.
+
+    With `base`, they are what differs from the version of that digest, and `digest` is that of the whole.
 
     Raises `EncodeError` for a dtype that may not go on the wire.
     """
-    header = WeightsHeader(fleet_id=fleet_id, version=version, digest=digest or weights_digest(arrays))
-    return encode(MessageKind.WEIGHTS, header.model_dump(), in_order(arrays))
+    header = WeightsHeader(fleet_id=fleet_id, version=version, digest=digest or weights_digest(arrays), base=base)
+    return encode_packed(MessageKind.WEIGHTS, header.model_dump(), *pack_weights(arrays))
 
 
-def in_order(arrays: Arrays) -> Arrays:
-    """Return the arrays in the order of their names. A receiver can then take the digest while they come."""
-    return dict(sorted(arrays.items()))
+def pack_weights(arrays: Arrays) -> tuple[list[Buffer], list[list[Any]]]:
+    """Return what `pack` does of arrays in the order of their names. One that stands under two names is sent once.
+
+    A receiver can take the digest while they come.
+    """
+    first = {id(array): name for name, array in sorted(arrays.items(), reverse=True)}
+    frames, manifest = pack({name: arrays[name] for name in sorted(first.values())})
+    if len(first) < len(arrays):
+        rows = {row[0]: row[1:] for row in manifest}
+        manifest = [[name, *rows[first[id(array)]]] for name, array in sorted(arrays.items())]
+    return frames, manifest
+
+
+def nbytes_of(arrays: Arrays) -> int:
+    """Return the bytes of arrays, of one under two names once."""
+    return sum(array.nbytes for array in {id(array): array for array in arrays.values()}.values())
 
 
 def read_weights(message: WireMessage) -> tuple[WeightsHeader, Arrays]:
     """Return header and arrays of a decoded WEIGHTS message; no arrays when it only announces a version.
 
-    Raises `DecodeError` when the arrays do not match the digest.
+    Raises `DecodeError` when the arrays do not match the digest. A part has that of the whole, which the broker checks.
     """
     header = read(WeightsHeader, message.header)
-    if message.arrays:
+    if message.arrays and not header.base:
         check_digest(header, weights_digest(message.arrays))
     return header, message.arrays
 

@@ -11,14 +11,21 @@ import struct
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
 
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.closable import Closable
 from headrace.schemas.basics.run_files import open_own
-from headrace.schemas.frames.manifest import pack, view
+from headrace.schemas.frames.manifest import view
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode_packed
 from headrace.schemas.messages import WeightsHeader
-from headrace.schemas.messages.weights import Arrays, in_order, weights_digest
+from headrace.schemas.messages.weights import (
+    Arrays,
+    pack_weights,
+    weights_digest,
+)
 
 _ALIGN = 64
 _TAG_BYTES = 16
@@ -41,19 +48,29 @@ def write_arrays(path: Path, fleet_id: str, version: Version, arrays: Arrays) ->
 
     Raises `OSError`, and `EncodeError` for arrays that may not go on the wire.
     """
-    payload, manifest = pack(in_order(arrays))
+    payload, manifest = pack_weights(arrays)
     header = WeightsHeader(fleet_id=fleet_id, version=version, digest="0" * 32).model_dump()
     draft = encode_packed(MessageKind.WEIGHTS, header, [], manifest)
     header_bytes = len(draft[1]) + _MOST_DIGITS * (1 + len(payload))
     with NewFile(path, [_TAG_BYTES, header_bytes, *map(len, payload)]) as file:
         for number, part in enumerate(payload, 2):
             file.put(number, 0, part)
-        views = dict(view([*row[:2], list(row[2]), *row[3:]], file.frames, DEFAULT_LIMITS) for row in manifest)
+        views = _views(manifest, file.frames)
         header["digest"] = weights_digest(views)
         message = encode_packed(MessageKind.WEIGHTS, header, file.frames[2:], manifest, header_bytes=header_bytes)
         for number in (0, 1):
             file.put(number, 0, message[number])
     return views, header["digest"]
+
+
+def _views(manifest: list[list[Any]], frames: list[Buffer]) -> Arrays:
+    """Return a file's arrays. Names with the same bytes have the same array, as `pack_weights` found them."""
+    found: dict[tuple[Any, ...], NDArray[Any]] = {}
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, dtype, shape, *at in manifest:
+        _, array = view([name, dtype, list(shape), *at], frames, DEFAULT_LIMITS, of_weights=True)
+        arrays[name] = found.setdefault((dtype, shape, *at), array)
+    return arrays
 
 
 class NewFile(Closable):

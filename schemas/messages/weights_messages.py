@@ -32,6 +32,11 @@ class WeightsHeader(Message):
     version: Version
     digest: str
     """blake2b-128 over names, dtypes, shapes and bytes of the tensors, in hexadecimal."""
+    base: str = Field(default="", max_length=32)
+    """The digest of another version: the message has the tensors that differ from it, and `digest` is of the whole.
+
+    Readers before 1.1 refuse such a message, since its tensors do not have that digest.
+    """
 
 
 MAPPING_TOPIC = b"MAPS"

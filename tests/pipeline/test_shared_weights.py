@@ -568,8 +568,8 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     kinds: list[bool] = []
     message = BrokerWeights._message
 
-    def noted(weights: BrokerWeights, arrays: Any) -> list[Buffer]:
-        frames = message(weights, arrays)
+    def noted(weights: BrokerWeights, *arrays: Any) -> list[Buffer]:
+        frames = message(weights, *arrays)
         kinds.append(len(frames) == 2)
         return frames
 
@@ -838,7 +838,7 @@ def test_a_version_is_copied_digested_and_sent_once_and_checked_once_by_each_pro
             self.digest, self.hexdigest = self._hasher.digest, self._hasher.hexdigest
 
         def update(self, part: Any) -> None:
-            counts["digested"] += len(part) // nbytes
+            counts["digested"] += memoryview(part).nbytes // nbytes
             self._hasher.update(part)
 
     def written(file: weights_file.NewFile, frame: int, offset: int, part: Buffer) -> None:

@@ -20,7 +20,7 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireMessage, decode, frames_of
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
 from headrace.schemas.messages.shared_weights import SharedWeights
-from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, WeightsVersion, read_weights
+from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, WeightsVersion, merge_received, read_weights
 from headrace.schemas.messages.weights_file import NewFile
 from headrace.schemas.messages.weights_messages import PIECE_BYTES
 
@@ -89,6 +89,8 @@ class WeightsReceiver:
         self.newest: Version = (0, 0)
         """The newest version collected."""
         self._ready: WeightsVersion | None = None
+        self._whole: WeightsVersion | None = None
+        """The same, for parts of later ones. This machine's memory has it anyway."""
         self._wanted: Version = (0, 0)
         self._arriving: ArrivingWeights | None = None
         """The version that is pulled, from its first piece on."""
@@ -166,9 +168,13 @@ class WeightsReceiver:
             self._ask_at = ask_at
 
     def _take(self, header: WeightsHeader, arrays: Arrays, now: float) -> None:
-        """Take a checked version, or look for one that is announced."""
+        """Take a checked version, or look for one that is announced, or of which a part came without its base."""
         if not self._is_news(header):
             return
+        if header.base:
+            whole = self._whole
+            arrays = merge_received(header, whole.digest, whole.arrays, arrays) if whole is not None else {}
+            header = header.model_copy(update={"base": ""})
         if arrays:
             self._take_arrays(header, arrays, now)
         else:
@@ -183,6 +189,7 @@ class WeightsReceiver:
         if self._arriving is None or self._arriving.version <= self.newest:
             self._stop()
         self._ready = WeightsVersion(header.version, header.digest, arrays)
+        self._whole = self._ready if self._shared is not None else None
         self._sought = None
         if self._shared is not None:
             self._shared.release()

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from headrace.schemas.basics.tensor_array import wide_array_of
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces, column_dtype
 from headrace.schemas.errors import ModuleError
 from headrace.workers.envs.action_masks import ActionMask
@@ -88,7 +89,7 @@ class ActorCritic(nn.Module):
 
         `batch` may have "illegal", as from `ActionMask.illegal`, where the module's observations have no mask.
         """
-        features = self.encoder(batch["obs"])
+        features = self.encoder(batch["obs"]).to(self.log_std.dtype)
         outputs = self.head(self.trunk(features))
         if self._shared:
             inputs, values = outputs[:, :-1], outputs[:, -1]
@@ -119,8 +120,8 @@ class ActorCritic(nn.Module):
     def _answer(self, batch: dict[str, Any], noise: NDArray[Any] | None) -> dict[str, Any]:
         with torch.no_grad():
             answer = self.forward_train(batch)
-        columns = self.distribution.act(answer["action_dist_inputs"].numpy(), noise)
-        columns["values"] = answer["values"].numpy()
+        columns = self.distribution.act(wide_array_of(answer["action_dist_inputs"]), noise)
+        columns["values"] = wide_array_of(answer["values"])
         tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
         return self.distribution.nest(tensors)
 
@@ -150,6 +151,7 @@ class ActorCritic(nn.Module):
             and known == {id(parameter) for name, parameter in self.named_parameters() if name != "log_std"}
             and not any(part._forward_hooks or part._forward_pre_hooks for part in self.modules())
             and "forward_train" not in vars(self)
+            and all(parameter.dtype is torch.float32 for parameter in self.parameters())
         )
         return linears if is_plain else []
 
@@ -198,5 +200,5 @@ class ActorCritic(nn.Module):
         tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
         with torch.inference_mode():
             answer = self.forward_train({"obs": self.encoder.nest(tensors)})
-        acted = self.distribution.act(answer["action_dist_inputs"].numpy(), noise)
-        return {**acted, "values": answer["values"].numpy()}
+        acted = self.distribution.act(wide_array_of(answer["action_dist_inputs"]), noise)
+        return {**acted, "values": wide_array_of(answer["values"])}

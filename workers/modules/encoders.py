@@ -70,7 +70,7 @@ class _Image(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         image = value.permute(0, 3, 1, 2) if self._channels_last else value
-        features: torch.Tensor = self._layers(image.float() * self._scale)
+        features: torch.Tensor = self._layers((image.float() * self._scale).to(next(self._layers.parameters()).dtype))
         return features
 
 

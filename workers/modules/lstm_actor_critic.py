@@ -78,8 +78,9 @@ class LstmActorCritic(nn.Module):
                 "a recurrent module learns from sequences: give forward_train what "
                 "headrace.workers.modules.sequences makes of a batch, with 'lengths' and 'state_in' beside 'obs'"
             )
-        features = self.trunk(self.encoder(batch["obs"]))
-        lengths, state = batch["lengths"].cpu(), batch["state_in"]
+        lengths = batch["lengths"].cpu()
+        features = self.trunk(self.encoder(batch["obs"]).to(self.heads.log_std.dtype))
+        state = {name: part.to(self.heads.log_std.dtype) for name, part in batch["state_in"].items()}
         padded = nn.utils.rnn.pad_sequence(list(features.split(lengths.tolist())), batch_first=True)
         packed = pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False)
         remembered: PackedSequence = self.lstm(packed, (state["h"][None], state["c"][None]))[0]
@@ -103,8 +104,8 @@ class LstmActorCritic(nn.Module):
         return {"obs": remembered} if self._mask is None else {"obs": remembered, "illegal": self._mask.illegal(obs)}
 
     def _step(self, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        features = self.trunk(self.encoder(batch["obs"]))
-        state = batch["state_in"]
+        features = self.trunk(self.encoder(batch["obs"]).to(self.heads.log_std.dtype))
+        state = {name: part.to(self.heads.log_std.dtype) for name, part in batch["state_in"].items()}
         remembered, (h, c) = self.lstm(features[None], (state["h"][None], state["c"][None]))
         return remembered[0], {"h": h[0], "c": c[0]}
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.schemas.basics.stop_event import raise_stop
-from headrace.schemas.basics.tensor_array import array_of
+from headrace.schemas.basics.tensor_array import array_of, wide_array_of
 from headrace.schemas.chunks.batch import STATE_IN, is_obs_column
 from headrace.schemas.chunks.chunk import LOOKBACK
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
@@ -277,4 +277,4 @@ def _must_be_finite(name: str, column: NDArray[Any]) -> bool:
 def _array(name: str, value: Any) -> NDArray[Any]:
     if not isinstance(value, torch.Tensor):
         raise ModuleError(f"the policy's column {name!r} is a {type(value).__name__}, not a tensor")
-    return array_of(value)
+    return (wide_array_of if name.split("/", 1)[0] in _FINITE else array_of)(value)

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.schemas.basics.tensor_array import array_of
+from headrace.schemas.basics.tensor_array import BIT_DTYPES, bits_of, dtype_name, tensor_of, widened
 from headrace.schemas.errors import WeightsMismatchError, which_module_error
 from headrace.schemas.messages.weights import check_shapes, fit_names, split_modules
 from headrace.workers.envs.bounds import holds, whole_array
 
-_DTYPES = {torch.from_numpy(np.empty(0, dtype)).dtype: np.dtype(dtype) for dtype in ("<f4", "<f8", "<i8")}
+_DTYPES = {torch.from_numpy(np.empty(0, dtype)).dtype: np.dtype(dtype) for dtype in ("<f2", "<f4", "<f8", "<i8")}
+_DTYPES |= {getattr(torch, name): dtype for name, dtype in BIT_DTYPES.items() if hasattr(torch, name)}
 """The dtypes of nearly all parameters and buffers, which numpy copies straight from the wire's read-only arrays."""
 
 
@@ -23,8 +24,8 @@ State = Mapping[str, NDArray[Any] | torch.Tensor]
 
 
 def read_weights(module: torch.nn.Module) -> dict[str, NDArray[Any]]:
-    """Return copies of all parameters and buffers of the state dict."""
-    return {name: array_of(tensor).copy() for name, tensor in module.state_dict().items()}
+    """Return copies of all parameters and buffers of the state dict; bfloat16 and float8 as float32."""
+    return {name: widened(bits_of(tensor).copy()) for name, tensor in module.state_dict().items()}
 
 
 def check_weights(module: torch.nn.Module, state: State) -> None:
@@ -36,7 +37,7 @@ def write_weights(module: torch.nn.Module, state: State) -> None:
     """Copy `state` into the module's own memory. Copies nothing if it raises `WeightsMismatchError`.
 
     Names may have the parts that wrappers put into them. Shapes are the module's. Floats of any width are cast to the
-    module's; other numbers must keep their kind and value.
+    module's; for float8, and numbers that are no floats, only where they keep their value.
     """
     own = module.state_dict()
     fitting = _fit(own, state)
@@ -61,7 +62,7 @@ def _fit(own: Mapping[str, torch.Tensor], state: State) -> State:
 
 
 def _kind(given: NDArray[Any] | torch.Tensor) -> str:
-    return "masked " * np.ma.is_masked(given) + str(given.dtype).removeprefix("torch.")
+    return "masked " * np.ma.is_masked(given) + dtype_name(given.dtype)
 
 
 def _keeps_numbers(given: NDArray[Any] | torch.Tensor, dtype: torch.dtype) -> bool:
@@ -70,15 +71,18 @@ def _keeps_numbers(given: NDArray[Any] | torch.Tensor, dtype: torch.dtype) -> bo
         tensor = _tensor(given)
         if tensor.is_meta or tensor.layout is not torch.strided:
             return False
+        if tensor.dtype == dtype:
+            return True
         if tensor.dtype.is_floating_point and dtype.is_floating_point:
-            if min(tensor.dtype.itemsize, dtype.itemsize) == 1:
-                return False  # float8: since torch 2.15, a cast turns what is too large into the largest number
-            return bool((tensor.to(dtype).isfinite() == tensor.isfinite()).all())
+            cast, wide = tensor.to(dtype), tensor.double()
+            if dtype.itemsize == 1:  # float8: a cast may turn what is too large into the largest number
+                return bool((cast.double().nan_to_num() == wide.nan_to_num()).all())
+            return bool((cast.isfinite() == wide.isfinite()).all())
     except (TypeError, ValueError, RuntimeError):  # torch has no such dtype, or no arithmetic for it
         return False
-    if tensor.dtype == dtype or not (_is_whole(tensor.dtype) and _is_whole(dtype)):
-        return tensor.dtype == dtype
-    return holds(np.dtype(str(dtype).removeprefix("torch.")), tensor.cpu().numpy())
+    if not (_is_whole(tensor.dtype) and _is_whole(dtype)):
+        return False
+    return holds(np.dtype(dtype_name(dtype)), tensor.cpu().numpy())
 
 
 def _is_whole(dtype: torch.dtype) -> bool:
@@ -117,7 +121,7 @@ def weights_by_module(state: Mapping[str, Any], modules: Sequence[str]) -> dict[
 def _write(tensor: torch.Tensor, given: NDArray[Any] | torch.Tensor) -> None:
     """Copy `given` into `tensor`, by numpy where both have the same dtype and are in the processor's memory."""
     if not isinstance(given, torch.Tensor) and tensor.is_cpu and _DTYPES.get(tensor.dtype) == given.dtype:
-        np.copyto(tensor.numpy(), given)
+        np.copyto(bits_of(tensor), given)
         return
     with torch.no_grad():
         tensor.copy_(_tensor(given))
@@ -129,4 +133,5 @@ def _tensor(given: NDArray[Any] | torch.Tensor) -> torch.Tensor:
         return given
     array = whole_array(given)
     # A copy: torch warns about read-only arrays, as those from the wire are, and reads only native byte order.
-    return torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
+    tensor: torch.Tensor = tensor_of(np.array(array, array.dtype.newbyteorder("=")))
+    return tensor
