@@ -345,8 +345,9 @@ def test_a_users_module_may_add_columns() -> None:
                 assert len(c) == 0 or c.columns["state"].shape == (len(c), 3)
 
 
-def test_numbers_of_a_policy_in_bfloat16_arrive_as_float32() -> None:
-    half = torch.tensor([-0.5, 3.25], dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_a_policy_in_half_precision_arrive_as_float32(dtype: torch.dtype) -> None:
+    half = torch.tensor([-0.5, 3.25], dtype=dtype)
     answer = {"actions": torch.zeros(2, dtype=torch.int64), "logp": half, "values": half * 2}
     with runner(module=lambda spaces: Plain(spaces, lambda batch: answer), num_envs=2) as sampler:
         batch = sampler.sample_fragment()
