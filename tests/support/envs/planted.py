@@ -85,7 +85,7 @@ class PlantedTeam(MultiAgentEnv):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         self._t, (seen, _) = 0, self._env.reset(seed=seed)
-        return {agent: seen["near"] for agent in self._acting()}, {}
+        return dict.fromkeys(self._acting(), seen["near"]), {}
 
     def _acting(self) -> list[str]:
         acting = [["a", "b"], ["b"], ["a", "b", "c"]][self._t % 3]
@@ -96,5 +96,5 @@ class PlantedTeam(MultiAgentEnv):
         seen, reward, _, over, _ = self._env.step(sum(3**i * int(a) for i, a in enumerate(actions.values())))
         ends = {"a": True} if self._t == 20 else {}
         observed = dict.fromkeys(self._acting(), seen["near"])
-        rewards = {agent: reward for agent in observed}
+        rewards = dict.fromkeys(observed, reward)
         return observed, rewards, {**ends, "__all__": over}, {}, {}
