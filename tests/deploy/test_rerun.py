@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from headrace.deploy.annexes.rerun.commands import verdict
-from headrace.deploy.annexes.rerun.replay import Repeated, is_same, repeat
+from headrace.deploy.annexes.rerun.repeated import Repeated
+from headrace.deploy.annexes.rerun.replay import is_same, repeat
 from headrace.schemas.errors import ConfigError, RunDirError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.envs.vector_env import VectorEnv

@@ -62,10 +62,11 @@ def repeat(config: EnvRunnerConfig, failure: KeptFailure, calls: CallMark, debug
         with _open(config, facts, calls) as (envs, table, lane):
             try:
                 _begin(envs if isinstance(envs, EnvVector) else envs.envs, table, lane, repeated)
-                if repeated.error is None and isinstance(envs, EnvVector):
-                    _play(envs, lane, failure, repeated)
-                elif repeated.error is None:
-                    play_agents(envs, failure, repeated)
+                if repeated.error is None:
+                    if isinstance(envs, EnvVector):
+                        _play(envs, lane, failure, repeated)
+                    else:
+                        play_agents(envs, failure, repeated)
                 raised = repeated.error
             except KeyboardInterrupt as error:
                 raised = error
