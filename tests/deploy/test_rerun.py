@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from headrace.deploy.annexes.rerun.commands import verdict
-from headrace.deploy.annexes.rerun.replay import Repeated, is_same, repeat
+from headrace.deploy.annexes.rerun.repeated import Repeated
+from headrace.deploy.annexes.rerun.replay import is_same, repeat
 from headrace.schemas.errors import ConfigError, RunDirError
-from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.envs.vector_env import VectorEnv
 from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.reruns import episode_trail, failure_files
@@ -39,7 +40,8 @@ def config_of(kind: str, placement: str = "inline", env: str = ENV, **settings: 
 
 def failed(config: EnvRunnerConfig, run: Path, number: int) -> list[KeptFailure]:
     """Sample until so many failures are kept."""
-    with SingleAgentEnvRunner(config, worker_index=2) as runner:
+    kind = MultiAgentEnvRunner if config.is_multi_agent else SingleAgentEnvRunner
+    with kind(config, worker_index=2) as runner:
         runner.totals.kept = KeptFailures(run, 2, 0)
         while len(failures_of(run)) < number:
             runner.sample_fragment()
@@ -65,6 +67,23 @@ def test_each_planted_crash_is_found_at_its_step(kind: str, placement: str, tmp_
         assert repeated.error is not None
         assert is_same(kept.facts, repeated.error)
         assert verdict(kept.facts, repeated) == f"failed again at step {kept.facts.steps} with the same error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "placement"), [("raise", "inline"), ("shape", "inline"), ("raise", "process"), ("exit", "process")]
+)
+def test_a_crash_among_agents_that_come_and_go_is_found_at_its_step(kind: str, placement: str, tmp_path: Path) -> None:
+    policies = {"policies": {"one": {}, "two": {}}, "policy_mapping_fn": {"a": "one", "b": "two", "c": "one"}}
+    config = config_of(kind, placement, env="support.envs.planted:PlantedTeam", **policies)
+    crashes = failed(config, tmp_path, 6)
+    assert kind == "exit" or any(kept.facts.steps > 27 for kept in crashes), "agent a was done and cut before the crash"
+    for kept in crashes:
+        assert kept.facts.steps == planted_step(kept.facts.seed or 0)
+        repeated = repeated_of(config, kept)
+        assert (repeated.at, repeated.difference) == (f"step {kept.facts.steps}", "")
+        assert verdict(kept.facts, repeated) == f"failed again at step {kept.facts.steps} with the same error"
+    others = {name: rows + 1 if name.startswith("1/obs") else rows for name, rows in crashes[0].arrays.items()}
+    assert "of agent 'b'" in repeated_of(config, replace(crashes[0], arrays=others)).difference
 
 
 def test_a_crash_in_a_process_at_its_own_pace_is_found_at_its_step(tmp_path: Path) -> None:

@@ -328,12 +328,28 @@ class SeatSteps(KeptSteps):
         episode = self.envs.lanes[failure.lane].episode
         assert isinstance(episode, MultiAgentEpisode), "only an env with an episode is stepped"
         unrecorded = [] if recorded else episode.acting
+        if self._totals.kept is not None and not recorded:
+            steps = episode.t + (not failure.stepped)
+            failure.episode = self._totals.kept.trail.of_agents(episode, steps, self._rows_of(episode))
         lost = lose_episode(episode, failure.reason, self._fragments, self._markers, unrecorded)
         lost += len(unrecorded) * failure.stepped
         failure.discarded = lost
         failure.at = f"step {episode.t + (not failure.stepped)} of episode {self._id_high:016x}{episode.id_low:016x}"
         self._totals.open -= lost
         self._totals.discard(failure.reason, lost, episode.t - episode.t_cut)
+
+    def _rows_of(self, episode: MultiAgentEpisode) -> Iterator[tuple[int, AgentEpisode, Any, tuple[int, slice], bool]]:
+        """Yield what repeats each agent's steps: see `AgentRows`."""
+        for seat in episode.seats.values():
+            agent, shows_all = self.seating.agents[seat.agent], not seat.module.policy.connectors.sees
+            fragment = self._fragments.get(seat.module.module_id)
+            if fragment is None:  # the agent was done, and cut, before
+                yield agent, seat.episode, {}, (seat.row, slice(0, 0)), shows_all
+                continue
+            awaited = seat.pending or (not seat.done and seat in episode.acting)
+            rows = fragment.rows_of(seat.row, seat.episode, pending=awaited)
+            where = slice(rows.start, rows.stop + awaited) if rows is not None else slice(0, 0)
+            yield agent, seat.episode, fragment.columns, (seat.row, where), shows_all
 
     def lose_open(self, reason: Discard) -> None:
         """See `SampledSteps`. In episodes that continue, agents that are done lose their steps too."""
@@ -402,6 +418,9 @@ class SeatSteps(KeptSteps):
         chunks = keep_back(fragment, taken, self._totals, self.envs.lanes, env_steps=0)
         markers, self._markers[module_id] = self._markers[module_id], []
         batch = cut_seats(fragment, chunks, markers, module.policy.spaces, stamp, module_id)
+        if self._totals.kept is not None:
+            shows_all = not module.policy.connectors.sees
+            self._totals.kept.trail.add(batch.columns, chunks, shows_all, self._goes_on)
         count_cut(batch, chunks, self._totals, self.envs.lanes)
         for episode in (cast(AgentEpisode, chunk.episode) for chunk in chunks):
             if episode.observed_more:

@@ -9,7 +9,7 @@ is let go with the last of its episodes, or by `MOST_BYTES`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,14 @@ class FailedEpisode:
     problem: str = ""
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """The env's actions and "rewards", (steps, ...); the last reward has no meaning. "obs/...": uint64, digests of the
-    observations before the last steps; empty where connectors change observations."""
+    observations before the last steps; empty where connectors change observations.
+
+    Of several agents, "N/..." are those of agent N of possible_agents, a row for each of its actions. "N/env_t" is the
+    env step of each. A reward is the sum until the agent is observed again."""
+
+
+AgentRows = tuple[int, Episode, Columns, tuple[int, slice], bool]
+"""An agent's place in possible_agents, its episode, a fragment's columns, its rows there, and `shows_all`."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -72,12 +79,18 @@ class Trail:
         self._nbytes = 0
         """An upper bound of the bytes in `_cuts`, some of which may be gone."""
 
-    def add(self, columns: Columns, chunks: Sequence[OpenChunk], shows_all: bool) -> None:
+    def add(
+        self,
+        columns: Columns,
+        chunks: Sequence[OpenChunk],
+        shows_all: bool,
+        goes_on: Callable[[OpenChunk], bool] = lambda chunk: chunk.end is ChunkEnd.ONGOING,
+    ) -> None:
         """Keep those of the cut `columns` that repeat steps, for the `chunks` in them whose episodes go on."""
         cut, start = _Cut(_needed(columns, shows_all)), 0
         for index, chunk in enumerate(chunks):
             steps = chunk.stop - chunk.start
-            if chunk.end is ChunkEnd.ONGOING:
+            if goes_on(chunk):
                 chunk.episode.trail.append(Piece(cut, start, start + index, steps))
             start += steps
         self._cuts.append(weakref.ref(cut))
@@ -103,19 +116,29 @@ class Trail:
 
         Its observations are those from the oldest on after which none was let go.
         """
-        parts = [_rows(piece) for piece in episode.trail]
-        parts.append({name: column[where] for name, column in _needed(columns, shows_all).items()})
-        known = sum(len(part.get("rewards", ())) for part in parts)
-        failed = FailedEpisode(episode.seed, episode.steps + where[1].stop - where[1].start)
-        if episode.reset_seed is None:
-            failed.problem = (
-                "its reset got no seed, so it depends on the episodes before; set seed_every_episode = true"
-            )
-        elif known != failed.steps:
+        steps = episode.steps + where[1].stop - where[1].start
+        return _failed(episode, steps, [("", episode, columns, where, shows_all)])
+
+    def of_agents(self, episode: Episode, steps: int, agents: Iterable[AgentRows]) -> FailedEpisode:
+        """Return the episode of several agents, which failed at env step `steps`. See `of`."""
+        return _failed(episode, steps, [(f"{agent}/", *rest) for agent, *rest in agents])
+
+
+def _failed(episode: Episode, steps: int, owners: Sequence[tuple[Any, ...]]) -> FailedEpisode:
+    failed, arrays = FailedEpisode(episode.seed, steps), dict[str, NDArray[Any]]()
+    for prefix, own, columns, where, shows_all in owners:
+        parts = [_rows(piece) for piece in own.trail]
+        if (rows := where[1].stop - where[1].start) > 0:
+            parts.append({name: column[where] for name, column in _needed(columns, shows_all).items()})
+        if sum(len(part.get("rewards", ())) for part in parts) != own.steps + rows:
             failed.problem = f"its first steps are no longer known: a worker keeps {MOST_BYTES >> 20} MiB of them"
-        else:
-            failed.arrays = _joined(parts)
-        return failed
+            break
+        arrays |= {prefix + name: column for name, column in (_joined(parts) if parts else {}).items()}
+    if episode.reset_seed is None:
+        failed.problem = "its reset got no seed, so it depends on the episodes before; set seed_every_episode = true"
+    if not failed.problem:
+        failed.arrays = arrays
+    return failed
 
 
 def _needed(columns: Columns, shows_all: bool) -> dict[str, NDArray[np.generic]]:
@@ -125,7 +148,7 @@ def _needed(columns: Columns, shows_all: bool) -> dict[str, NDArray[np.generic]]
         first, slash, rest = name.partition("/")
         if first == root:
             needed["actions" + slash + rest] = column
-        elif name == "rewards" or (shows_all and is_obs_column(name)):
+        elif name in ("rewards", "env_t") or (shows_all and is_obs_column(name)):
             needed[name] = column
     return needed
 

@@ -56,7 +56,7 @@ class KeptFailures:
 def facts_of(table: LaneTable, failure: Failure, vector_seed: int | None) -> FailureFacts | None:
     """Return what is known of a failure that the lane's env caused alone, with an episode that can be repeated."""
     config, begun, episode = table.config, failure.unbegun, failure.episode
-    if not failure.is_of_env or config.is_multi_agent or (episode is None and failure.at.startswith("step")):
+    if not failure.is_of_env or (episode is None and failure.at.startswith("step")):
         return None
     if episode is None:
         episode = FailedEpisode(begun.seed if begun is not None else UNSEEDED, 0)

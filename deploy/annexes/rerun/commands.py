@@ -17,7 +17,7 @@ from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from headrace.deploy.annexes.rerun.replay import Repeated
+    from headrace.deploy.annexes.rerun.repeated import Repeated
     from headrace.workers.reruns.failure_files import FailureFacts, KeptFailure
 
 log = logging.getLogger("headrace.deploy")

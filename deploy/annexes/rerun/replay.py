@@ -9,20 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.deploy.annexes.rerun.agents_replay import open_agents, play_agents
+from headrace.deploy.annexes.rerun.repeated import Repeated
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import column_dtype, leaf_shape, leaves
 from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import ConfigError, EnvError, RunDirError
+from headrace.workers.agents.vector import MultiAgentVector
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
-from headrace.workers.envs.driver import Pace, own_driver
+from headrace.workers.envs.driver import LaneDriver, Pace, own_driver
 from headrace.workers.envs.failures import in_its_env
 from headrace.workers.envs.inline import InlineEnvs
 from headrace.workers.envs.lane import AnyEpisode, Lane, close_envs
@@ -40,25 +42,6 @@ from headrace.workers.sampling.opening import first_env
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 _OF_A_PROCESS = "EnvHangError", "EnvCrashError"
 """Errors whose message has the env's index and process."""
-
-
-@dataclass(slots=True)
-class Repeated:
-    """The outcome of a repetition."""
-
-    at: str = "construction"
-    """The last call: "construction", "reset", or "step N", from 1 on."""
-    error: BaseException | None = None
-    end: ChunkEnd = ChunkEnd.ONGOING
-    """How the episode ended, where it did not fail."""
-    difference: str = ""
-    """The first difference from what the worker saw, in words; "" for none."""
-    differs_at: str = ""
-
-    def note(self, what: str) -> None:
-        """Note a difference, if it is the first one."""
-        if not self.difference:
-            self.difference, self.differs_at = what, self.at
 
 
 Debug = Callable[[Repeated, BaseException], None]
@@ -85,16 +68,17 @@ def repeat(
     facts, repeated = failure.facts, Repeated()
     if facts.problem:
         raise ConfigError(f"failure {failure.name} cannot be repeated: {facts.problem}")
-    if config.is_multi_agent:
-        raise ConfigError("an env of several agents cannot be repeated yet", key="sampling.policies")
     placement = "inline" if debug is not None or not apart or config.env_placement == "inline" else "process"
     config = config.model_copy(update={"num_envs": 1, "env_placement": placement, "callbacks": []})
     try:
         with _open(config, facts, calls) as (envs, table, lane):
             try:
-                _begin(envs, table, lane, repeated)
+                _begin(envs if isinstance(envs, EnvVector) else envs.envs, table, lane, repeated)
                 if repeated.error is None:
-                    _play(envs, lane, failure, repeated, watch)
+                    if isinstance(envs, EnvVector):
+                        _play(envs, lane, failure, repeated, watch)
+                    else:
+                        play_agents(envs, failure, repeated)
                 raised = repeated.error
             except KeyboardInterrupt as error:
                 raised = error
@@ -149,16 +133,22 @@ class _Table(LaneTable):
 
 
 @contextmanager
-def _open(config: EnvRunnerConfig, facts: FailureFacts, calls: CallMark) -> Iterator[tuple[EnvVector, LaneTable, int]]:
+def _open(
+    config: EnvRunnerConfig, facts: FailureFacts, calls: CallMark
+) -> Iterator[tuple[EnvVector | MultiAgentVector, LaneTable, int]]:
     """Build the env. Yield its vector, the table, and its lane there."""
     table, lane = _Table(config, facts, calls, whole=False), 0
+    told = {"num_envs": facts.num_envs, "first_index": facts.lane}
+
+    def open_process(own: LaneTable) -> EnvProcessPool:
+        return EnvProcessPool(own.config, own.worker_index, own.making_seed, **told)
+
+    if config.is_multi_agent:
+        with open_agents(table, open_process) as agents:
+            yield agents, table, 0
+        return
     if config.env_placement == "process":
-        told = {"num_envs": facts.num_envs, "first_index": facts.lane}
-        envs = EnvVector(
-            table,
-            lambda own: EnvProcessPool(own.config, own.worker_index, own.making_seed, **told),
-            Pace.LOCK_STEP,
-        )
+        envs = EnvVector(table, open_process, Pace.LOCK_STEP)
     else:
         first, vector = first_env(table), None
         if isinstance(first, gym.vector.VectorEnv) or own_driver(first) is not None:
@@ -177,7 +167,7 @@ def _open(config: EnvRunnerConfig, facts: FailureFacts, calls: CallMark) -> Iter
         envs.stop()
 
 
-def _begin(envs: EnvVector, table: LaneTable, lane: int, repeated: Repeated) -> None:
+def _begin(envs: LaneDriver, table: LaneTable, lane: int, repeated: Repeated) -> None:
     repeated.at = "reset"
     envs.try_reset([lane])
     if table.failed:

@@ -9,6 +9,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from headrace.workers import MultiAgentEnv
+
 LENGTH = 60
 
 
@@ -70,3 +72,29 @@ def near(env_config: Any) -> Any:
     """Return an env that shows a part of the observations."""
     space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
     return gym.wrappers.TransformObservation(Planted(env_config), lambda seen: seen["near"], space)
+
+
+class PlantedTeam(MultiAgentEnv):
+    """A planted env whose agents act by turns: 0 and 1, 1 alone, then all three. Agent 0 ends at step 20."""
+
+    def __init__(self, env_config: Any) -> None:
+        self._env = Planted(env_config)
+        self.possible_agents = ["a", "b", "c"]
+        self.observation_spaces = dict.fromkeys(self.possible_agents, self._env.observation_space["near"])
+        self.action_spaces = dict.fromkeys(self.possible_agents, self._env.action_space)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._t, (seen, _) = 0, self._env.reset(seed=seed)
+        return dict.fromkeys(self._acting(), seen["near"]), {}
+
+    def _acting(self) -> list[str]:
+        acting = [["a", "b"], ["b"], ["a", "b", "c"]][self._t % 3]
+        return [agent for agent in acting if agent != "a" or self._t < 20]
+
+    def step(self, actions: dict[Any, Any]) -> Any:
+        self._t += 1
+        seen, reward, _, over, _ = self._env.step(sum(3**i * int(a) for i, a in enumerate(actions.values())))
+        ends = {"a": True} if self._t == 20 else {}
+        observed = dict.fromkeys(self._acting(), seen["near"])
+        rewards = dict.fromkeys(observed, reward)
+        return observed, rewards, {**ends, "__all__": over}, {}, {}
