@@ -328,7 +328,7 @@ class SeatSteps(KeptSteps):
         episode = self.envs.lanes[failure.lane].episode
         assert isinstance(episode, MultiAgentEpisode), "only an env with an episode is stepped"
         unrecorded = [] if recorded else episode.acting
-        if self._totals.kept is not None and not recorded:
+        if self._totals.kept is not None and not recorded and self._external is None:
             steps = episode.t + (not failure.stepped)
             failure.episode = self._totals.kept.trail.of_agents(episode, steps, self._rows_of(episode))
         lost = lose_episode(episode, failure.reason, self._fragments, self._markers, unrecorded)

@@ -306,7 +306,7 @@ class LaneSteps(KeptSteps):
         lost = self.fragment.abort(failure.lane)
         assert lost is not None, "only an env with an episode is stepped"
         episode, rows = lost
-        if self._totals.kept is not None and not recorded:
+        if self._totals.kept is not None and not recorded and self._external is None:
             first = self.fragment.cursor(failure.lane)  # its chunk's first row again, whose steps are still there
             where = failure.lane, slice(first, first + rows)
             failure.episode = self._totals.kept.trail.of(episode, self.fragment.columns, where, self._shows_all)
