@@ -66,7 +66,7 @@ def export_recording(recording: str, to: str, out: Path | None, *, module_id: st
 
 def check_recording(recording: str) -> None:
     """Raise `RunDirError` for a folder without a complete file of a recording."""
-    if not any(Path(recording).glob("batches-*.parquet")):
+    if not any(Path(recording).glob("**/batches-*.parquet")):
         raise RunDirError("", "", sentence=f"{recording} is no recording: it has no file batches-N.parquet")
 
 
