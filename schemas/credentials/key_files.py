@@ -11,6 +11,7 @@ Z85. The checksum covers everything before it, so that a damaged file is not tak
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import tomllib
 from collections.abc import Container, Mapping
@@ -86,6 +87,9 @@ def read_key_file(path: Path) -> dict[str, str]:
     except FileNotFoundError as error:
         remedy = "copy it from where the fleet's keys were made, or make new ones: headrace keys init --dir"
         raise KeysError(str(path), f"there is no such file; {remedy} {path.parent}") from error
+    except PermissionError as error:
+        remedy = f"give it to the user that runs this: chown -R USER {path.parent}"
+        raise KeysError(str(path), f"user {os.geteuid()} cannot read it: {error.strerror}; {remedy}") from error
     except OSError as error:
         raise KeysError(str(path), f"it cannot be read: {error.strerror}") from error
     except ValueError as error:

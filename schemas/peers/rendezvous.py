@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 import orjson
@@ -216,6 +217,8 @@ class _Fetcher:
                 self.content, self.error = answer.read(_LARGEST), ""
         except (OSError, HTTPException, ValueError) as error:
             self.error = str(error)[:200] or type(error).__name__
+            if isinstance(error, HTTPError):
+                error.close()  # it is the answer, with its connection
 
 
 def _by_name(where: str, ports: Mapping[str, int], setting: str) -> Published:
