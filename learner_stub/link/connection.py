@@ -15,12 +15,12 @@ import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from headrace.learner_stub.link.time_spent import NOT_MEASURED, TimeSpent
 from headrace.schemas.basics.bounds import TRAIN, Version
 from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torch_threads
-from headrace.schemas.errors import ConfigError, FencedError
+from headrace.schemas.errors import ConfigError, FencedError, HeadraceError
 from headrace.schemas.messages import LearnerWelcome, ModuleKinds, ModuleShapes, Status
 
 log = logging.getLogger("headrace.learner")
@@ -126,6 +126,14 @@ def replace_older(token: str) -> None:
     _REPLACED.update(_OLDER.pop(token, ()))
 
 
+def refuse_copy(member: object) -> NoReturn:
+    """Raise `HeadraceError` for a stream or a publisher that is to be pickled, as for another process."""
+    raise HeadraceError(
+        f"this {type(member).__name__} cannot be copied or sent to another process; open one in the process that uses "
+        "it; for the worker processes of a DataLoader, give it a StreamDataset"
+    )
+
+
 def check_newest(token: str, group: str = TRAIN) -> None:
     """Raise `FencedError` if a later stream of this process has replaced the one of `group` with `token`.
 
@@ -160,7 +168,7 @@ def forget_token(token: str) -> None:
 
 
 def _forget_endpoints(token: str) -> None:
-    for key in [key for key, known in _TOKENS.items() if known == token]:
+    for key in [key for key, known in list(_TOKENS.items()) if known == token]:
         del _TOKENS[key]
 
 

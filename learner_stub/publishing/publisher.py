@@ -234,6 +234,8 @@ class WeightPublisher(Closable):
         for broker in self._brokers:
             broker.link.check()
 
+    __reduce__ = connection.refuse_copy
+
     def close(self) -> None:
         """Close the connection; the relay keeps the last version. Rows not sent so far are sent once."""
         connection.leave(self)

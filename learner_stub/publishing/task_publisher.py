@@ -88,6 +88,8 @@ class TaskPublisher(Closable):
             self._ask([tasks] * len(self._links), self._version)
         return self._version
 
+    __reduce__ = connection.refuse_copy
+
     def close(self) -> None:
         """Close the connections. The fleet keeps its tasks."""
         for link in self._links:

@@ -57,8 +57,8 @@ STOPPED_WAIT_S = 10.0
 """Seconds that a stopped fleet may take to start again before a stream ends."""
 
 _RECORDED = "headrace.deploy.annexes.recording.recorded_stream:RecordedStream"
-_FOLDERS = dict.fromkeys(("batches-*.parquet", "new/batches-*.parquet"), _RECORDED)
-"""Classes of annexes with the verbs of a stream, each for folders that have such a file."""
+_FOLDERS = dict.fromkeys(("batches-*.parquet", "unmerged"), _RECORDED)
+"""Classes of annexes with the verbs of a stream, each for folders that have such a file or folder."""
 
 _OTHER_BROKERS_S = 5.0
 """Seconds that a stream waits, once one of several brokers has answered, for the others to answer too."""
@@ -494,7 +494,8 @@ class EpisodeStream:
     @property
     def dropped(self) -> Counter[str]:
         """Return the steps by reason that never reached this learner, of the sources it has seen."""
-        return sum((broker.ready.dropped for broker in self._brokers), Counter())
+        with self._lock:
+            return sum((broker.ready.dropped for broker in self._brokers), Counter())
 
     @property
     def redelivered(self) -> int:
@@ -523,6 +524,8 @@ class EpisodeStream:
                 self._rank_zero.close()
             for broker in self._brokers:
                 broker.close()
+
+    __reduce__ = connection.refuse_copy
 
     def __enter__(self) -> Self:
         return self

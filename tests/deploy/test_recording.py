@@ -166,11 +166,11 @@ def test_a_kill_before_the_last_file_of_a_number_leaves_nothing_of_it(
         )
         with pytest.raises(ZeroDivisionError):
             folder.write([make_batch(2, 2)], [{"slot": 2}])
-    (tmp_path / "new" / ".steps-000002-default_policy.parquet.77").write_bytes(b"half")
+    (tmp_path / "unmerged" / ".steps-000002-default_policy.parquet.77").write_bytes(b"half")
     assert len(list(tmp_path.glob("**/steps-*"))) == 2
     with RecordingFolder(tmp_path) as folder:
         assert (folder.number, folder.position) == (1, [{"slot": 1}])
-        assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        assert sorted(path.name for path in (tmp_path / "unmerged").iterdir()) == [
             "batches-000001.parquet",
             "chunks-000001-default_policy.parquet",
             "steps-000001-default_policy.parquet",

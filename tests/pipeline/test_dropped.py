@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
@@ -10,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.errors import HeadraceError
 from support.pipeline.delivery import BrokerThread, Envs, StartFeeder
 from support.serving.served import LIMITS, Served
 from support.waiting import TIMEOUT_S, wait_until
 
 _BEGIN = """
 import gc, os, sys, threading
-import numpy
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.errors import HeadraceError
 from headrace.workers.serving.client import PolicyClient
@@ -72,34 +74,57 @@ stream.next(0.0)
     wait_until(feeder.all_settled, "the settlement of all batches")
 
 
-def test_a_copy_by_fork_of_an_open_stream_ends_by_itself_and_disturbs_nothing(
+_USES = (
+    f"stream.next({TIMEOUT_S})",
+    "next(iter(stream))",
+    "stream.commit()",
+    "stream.pump()",
+    'publisher.publish({"w": np.zeros(1)})',
+    'publisher.log({"loss": 1.0})',
+    "publisher.pump()",
+    "publisher.tasks.publish(None)",
+)
+
+
+def test_a_copy_by_fork_of_an_open_stream_is_refused_and_ends_by_itself_and_disturbs_nothing(
     broker: BrokerThread, start_feeder: StartFeeder
 ) -> None:
     batches = Envs(3).fragments(3)
     start_feeder(broker.endpoints.worker, batches)
     code = f"""
+import numpy as np
 EpisodeStream(where)  # dropped at once
 with EpisodeStream(where) as stream, WeightPublisher(where) as publisher:
+    publisher.tasks.publish(None)
     stream.next({TIMEOUT_S})
-    while stream.pending < {len(batches) - 1}:
+    while stream.pending < {len(batches) - 1}:  # the copy has these too
         stream.pump(0.1)
-    weights = {{"default_policy": {{"w": numpy.zeros(300_000)}}}}  # large enough for memory that the broker maps
-    publisher.publish(weights)
     if not (copy := os.fork()):
-        for use in [lambda: stream.next({TIMEOUT_S}), lambda: publisher.publish(weights), stream.commit]:
+        for use in {_USES}:
             try:
-                use()
+                eval(use)
+                print("used:", use, flush=True)
             except HeadraceError as error:
                 print(error, flush=True)
     else:
         print(os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]))
         print([stream.next({TIMEOUT_S}) is not None for _ in range({len(batches) - 1})])
+        print(publisher.publish({{"w": np.zeros(1)}}))
 """
-    *refusals, code_of_copy, received = run_program(code, broker.endpoints.learner).splitlines()
-    assert len(refusals) == 3
-    assert all(re.search(r"is of process \d+, and this is a copy of it by fork", refusal) for refusal in refusals)
+    *refusals, code_of_copy, received, seq = run_program(code, broker.endpoints.learner).splitlines()
+    assert len(refusals) == len(_USES)
+    for refusal in refusals:
+        assert re.search(r" process \d+, .*is a copy of .* by fork.*; open ", refusal)
     assert code_of_copy == "0"
     assert received == str([True] * (len(batches) - 1))
+    assert seq == "1"
+
+
+def test_a_stream_and_a_publisher_cannot_be_pickled(broker: BrokerThread) -> None:
+    with EpisodeStream(broker.endpoints.learner) as stream, WeightPublisher(broker.endpoints.learner) as publisher:
+        for member in (stream, publisher, publisher.tasks):
+            with pytest.raises(HeadraceError, match=f"this {type(member).__name__} cannot be copied.*StreamDataset"):
+                copy.copy(member)
 
 
 def test_a_dropped_policy_client_ends_with_its_thread() -> None:

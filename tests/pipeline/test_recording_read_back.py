@@ -20,6 +20,7 @@ from headrace.learner_stub.rollouts.module import build_module
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.errors import RunDirError
 from headrace.schemas.settings.config import LearnerSection, ModuleSection
 from support.pipeline.delivery import BrokerThread, StartBroker
 from support.pipeline.same_batches import contents
@@ -30,6 +31,14 @@ BATCHES = 40
 
 Train = Callable[[ChunkBatch | None], Any]
 Record = Callable[..., tuple[list[ChunkBatch], list[ChunkBatch]]]
+
+
+def test_a_recording_without_a_batch_so_far_is_an_empty_stream(tmp_path: Path) -> None:
+    with RecordingFolder(tmp_path / "recording"), EpisodeStream.of(tmp_path / "recording") as stream:
+        assert list(stream) == []
+        for ask in (stream.spaces, stream.episodes):  # type: ignore[attr-defined]
+            with pytest.raises(RunDirError, match="recording has no batch yet"):
+                ask()
 
 
 class Learner:

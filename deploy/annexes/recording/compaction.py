@@ -1,4 +1,4 @@
-"""Compaction of a recording: the numbers in `new` become one number, in files that never change again.
+"""Compaction of a recording: the numbers in `unmerged` become one number, in files that never change again.
 
 A merge writes its files aside, gives them their names, `batches-N` last, and then removes those that it has read. N is
 the newest of their numbers. A merge that was killed before its `batches-N` is made again, up to the same N.
@@ -35,7 +35,7 @@ _Schemas = Mapping[str, pa.Schema]
 
 
 def compact(folder: Path, *, all_now: bool = False) -> None:
-    """Merge the numbers in `new` once they have `MERGE_BYTES`, or the oldest is `MERGE_AGE_S` old, or now.
+    """Merge the numbers in `unmerged` once they have `MERGE_BYTES`, or the oldest is `MERGE_AGE_S` old, or now.
 
     Raises `OSError` and `RunDirError`. The numbers are complete then as before.
     """

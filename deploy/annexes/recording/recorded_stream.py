@@ -200,8 +200,13 @@ class RecordedStream:
         self._rest = iter(())
 
     def spaces(self, module_id: str | None = None, *, timeout_s: float = 0.0) -> Spaces:
-        """Return the observation and action space of a module, or of the only one there is. Raises `ModuleError`."""
+        """Return the observation and action space of a module, or of the only one there is.
+
+        Raises `ModuleError`, and `RunDirError` without a batch.
+        """
         known = self.module_spaces()
+        if not known:
+            raise RunDirError("", "", sentence=f"recording {self.path} has no batch yet")
         if module_id is None and len(known) == 1:
             return next(iter(known.values()))
         if module_id is None or module_id not in known:

@@ -1,9 +1,9 @@
 """The files of a recording, which a kill leaves whole and without a row twice.
 
-Each flush writes one number N into the folder `new`: `steps-N-MODULE.parquet` and `chunks-N-MODULE.parquet` of each
-module, then `batches-N.parquet`. Its metadata has the position after its batches, and how many batches are before them.
-A number without it is not complete, and the next process removes its files: their batches are not committed, so they
-come again. `compaction` merges the numbers of `new` into one number beside `new`.
+Each flush writes one number N into the folder `unmerged`: `steps-N-MODULE.parquet` and `chunks-N-MODULE.parquet` of
+each module, then `batches-N.parquet`. Its metadata has the position after its batches, and how many batches are before
+them. A number without it is not complete, and the next process removes its files: their batches are not committed, so
+they come again. `compaction` merges the numbers of `unmerged` into one number beside `unmerged`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCHEMA = 1
 """Version of names, types and meanings of columns and metadata."""
 METADATA = b"headrace"
 """Key of a file's metadata, which is JSON."""
-NEW = "new"
+NEW = "unmerged"
 """Folder of the numbers that are not merged yet. The newest merged number holds all up to its own."""
 
 _OF_FLOATS = ("FLOAT", "DOUBLE")

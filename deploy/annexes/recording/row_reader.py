@@ -18,6 +18,7 @@ from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch, is_obs_column
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, LOOKBACK
 from headrace.schemas.chunks.spaces import Spaces, spaces_from_json
 from headrace.schemas.chunks.task import Task
+from headrace.schemas.errors import RunDirError
 
 _OF_EPISODE = ("episode_id", "agent", "module")
 _EPISODE = {
@@ -53,12 +54,14 @@ def _spaces(told: dict[str, Any]) -> Spaces:
 
 
 def episode_table(folder: Path) -> pa.Table:
-    """Return a row for each agent's episode, in the order in which they begin.
+    """Return a row for each agent's episode, in the order in which they begin. Raises `RunDirError` without a batch.
 
     Each column but the weights is that of the same name in `chunks`; return, length, end and reason are those of the
     newest chunk. `oldest_weights` and `newest_weights` are versions (`weights_seq`) that chose its steps.
     """
     parts = read_complete(folder, lambda files: [_chunks_with_weights(path) for path in beside(files, "chunks")])
+    if not parts:
+        raise RunDirError("", "", sentence=f"recording {folder} has no batch yet")
     chunks = pa.concat_tables(parts).sort_by("chunk_index")
     told = chunks.group_by([*_OF_EPISODE], use_threads=False).aggregate([*_EPISODE.items()])
     made = [f"{name}_{how}" for name, how in _EPISODE.items()]
