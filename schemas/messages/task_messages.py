@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.schemas.basics.bounds import ChosenName, ListOf, Token, Version
 from headrace.schemas.basics.printable import brief
@@ -28,6 +28,14 @@ class WeightedTask(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
     values: dict[str, Any]
     weight: float = Field(default=1.0, gt=0, le=_MOST_WEIGHT)
+
+    @field_validator("values")
+    @classmethod
+    def _check(cls, values: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return check_values(values)
+        except EncodeError as error:
+            raise ValueError(str(error)) from error
 
 
 class TeacherHello(Message):
@@ -55,6 +63,13 @@ class Tasks(Message):
     group: Annotated[int, Field(ge=0, le=MOST_GROUP)] = 0
     """Number of episodes that begin with the same seed and task; 0: each draws its own."""
 
+    @field_validator("tasks")
+    @classmethod
+    def _check(cls, tasks: list[WeightedTask]) -> list[WeightedTask]:
+        if problem := _too_large(tasks):
+            raise ValueError(problem)
+        return tasks
+
     @classmethod
     def of(cls, task: Any, version: tuple[int, int], group: int = 0) -> Tasks:
         """Return the message of a `task` and `group` as `TaskPublisher.publish` takes them. Raises `EncodeError`."""
@@ -66,13 +81,20 @@ class Tasks(Message):
         if not isinstance(group, int) or not 0 <= group <= MOST_GROUP:
             raise EncodeError(f"group = {brief(group)} cannot be published; give an integer of 0 to {MOST_GROUP:,}")
         tasks = list(map(_weighted, given))
-        size = len(orjson.dumps([vars(task) for task in tasks]))
-        if size > MOST_TASKS_BYTES:
-            raise EncodeError(
-                f"{len(tasks):,} tasks of {size:,} bytes as JSON; at most {MOST_TASKS_BYTES:,} may be published at "
-                "once: give envs names or seeds from which they make the rest"
-            )
+        if problem := _too_large(tasks):
+            raise EncodeError(problem)
         return cls.model_construct(version=version, tasks=tasks, group=group)
+
+
+def _too_large(tasks: list[WeightedTask]) -> str:
+    """Return what is wrong with the size of these tasks; "" for nothing."""
+    size = len(orjson.dumps([vars(task) for task in tasks]))
+    if size <= MOST_TASKS_BYTES:
+        return ""
+    return (
+        f"{len(tasks):,} tasks of {size:,} bytes as JSON; at most {MOST_TASKS_BYTES:,} may be published at once: give "
+        "envs names or seeds from which they make the rest"
+    )
 
 
 def _weighted(item: Any) -> WeightedTask:
