@@ -7,6 +7,7 @@ that goes on from the checkpoint.
 from __future__ import annotations
 
 import base64
+import binascii
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict
 from headrace.schemas.basics.bounds import ListOf
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.chunks.task import Task, TaskJson
+from headrace.schemas.errors import DecodeError
 
 OPEN_EPISODE = np.dtype([("chunk", CHUNK_TABLE), ("since", "<u8"), ("until", "<u8")])
 """The newest chunk of an open episode. Its `t_start` is the env step after its last one, not its first.
@@ -42,13 +44,18 @@ class OpenEpisodes(BaseModel):
     """The task of each row; empty if none has one."""
 
     def chunks(self) -> NDArray[np.void]:
-        """Return the newest chunk of each episode, as a copy."""
-        table = np.frombuffer(base64.b64decode(self.rows), OPEN_EPISODE)
+        """Return the newest chunk of each episode, as a copy. Raises `DecodeError`."""
+        try:
+            table = np.frombuffer(base64.b64decode(self.rows, validate=True), OPEN_EPISODE)
+        except (ValueError, binascii.Error) as error:
+            raise DecodeError("bad_message", f"rows of open episodes: {error}") from error
         chunks: NDArray[np.void] = table["chunk"].copy()
+        if (chunks["agent"] >= len(self.agents)).any() or (chunks["module"] >= len(self.modules)).any():
+            raise DecodeError("bad_message", "an open episode is of an agent or a module without a name")
         return chunks
 
     def tasks_by_episode(self) -> dict[tuple[int, int], Task]:
-        """Return the tasks of the episodes that have one, by the two words of their ids."""
+        """Return the tasks of the episodes that have one, by the two words of their ids. Raises as `chunks` does."""
         rows = zip(self.chunks(), self.tasks, strict=False)  # a list that is too short leaves the others without
         return {(int(row["id_high"]), int(row["id_low"])): Task(*told) for row, told in rows if told is not None}
 
