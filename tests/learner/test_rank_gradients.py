@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,6 +55,7 @@ def save_gradients(rank: int, shares: list[list[ChunkBatch]], folder: str) -> No
     found = {name: weight.grad for name, weight in policy.named_parameters() if len(weight)}
     torch.save((steps, found), f"{folder}/{len(shares)}-{rank}.pt")
     dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo may still run, and would abort the end of Python
 
 
 @pytest.mark.parametrize("shares", [[[0, 2], [1, 3]], [[0, 1, 2], [3]]], ids=["both", "one_without_steps"])

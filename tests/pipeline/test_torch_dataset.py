@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -198,7 +199,7 @@ def test_the_next_loader_gets_what_a_killed_worker_process_had(
     loader = stack.enter_context(Loader(tmp_path, num_workers=2, multiprocessing_context="spawn"))
     os.kill(sorted(loader.word("held"))[killed], signal.SIGKILL)
     loader.go_on()
-    assert "killed by signal" in loader.word("error")
+    assert re.search("killed by signal|exited unexpectedly", loader.word("error")), "torch says one or the other"
     assert loader.word("published") == len(loader.items(0) + loader.items(1)), "the publisher is never fenced"
     shipped = {orjson.dumps(told(batch)) for batch in batches}
     first, second = loader.items(0), loader.items(1)
