@@ -38,7 +38,7 @@ OWN_FRAME_BYTES = 64 * 1024
 ALLOWED_DTYPES = frozenset(("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"))
 _DTYPES: dict[str, np.dtype[Any]] = {dtype: np.dtype(dtype) for dtype in ALLOWED_DTYPES}
 _WEIGHT_DTYPES = _DTYPES | BIT_DTYPES
-"""Those of a WEIGHTS message."""
+"""The dtypes of arrays in a WEIGHTS message."""
 
 _CODES = {dtype: code for code, dtype in _WEIGHT_DTYPES.items()}
 

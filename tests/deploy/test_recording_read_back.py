@@ -176,7 +176,7 @@ class Killed(BaseException):
 
 
 def foreign_rows(path: Path) -> list[int]:
-    """What a reader sees that knows nothing but the names of the files of steps."""
+    """Return the rows that a reader finds by the names of the files of steps alone."""
     return [seq for file in sorted(path.glob("steps-*")) for seq in pq.read_table(file)["weights_seq"].to_pylist()]
 
 

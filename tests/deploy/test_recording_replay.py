@@ -132,6 +132,9 @@ def test_what_cannot_be_shown_is_said_in_a_sentence(tmp_path: Path) -> None:
     episode, own = find_episode(recording, "0000000000000007" + "0" * 16)
     with pytest.raises(ConfigError, match="began without a seed, so no env can repeat it"):
         film_env(episode, own, EnvRunnerConfig(**CART), tmp_path / "out.mp4")
+    several = EnvRunnerConfig(**{**CART, "policies": ["one", "two"]})
+    with pytest.raises(ConfigError, match="an env of several agents shows only recorded pictures"):
+        film_env(episode, own, several, tmp_path / "out.mp4")
     for which, words in (
         ("0", "'0' begins the ids of several episodes"),
         ("ff", "has no episode 'ff'; it is best, worst or an id"),

@@ -153,7 +153,7 @@ def test_weights_that_are_not_finite_are_refused_or_warned_of_once(
 def test_weights_under_the_names_of_a_wrapper_are_the_modules(
     prefix: str, stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker
 ) -> None:
-    """Those of the first version, which no shapes check, and those of a module that is compiled in parts."""
+    """No shapes are known for the first version. The second is of a module that is compiled in parts."""
     fit = constant_value(CART_POLE, 1.0)
     publisher.publish({prefix + name: tensor for name, tensor in fit.items()})
     worker = start_worker()

@@ -93,8 +93,7 @@ def replay(
     Without recorded pictures it builds the env, which the other options name, and sends it the same seed, task and
     actions. Where the env departs from the recording, there is no video.
     """
-    if find_spec("pyarrow") is None:
-        raise ConfigError(NEEDS_PYARROW)
+    check_recording(recording)
     from headrace.deploy.annexes.recording import episode_film
     from headrace.deploy.fleet.roles import no_exit_from
     from headrace.deploy.trained.saved_policy import settings_for
@@ -102,7 +101,6 @@ def replay(
     from headrace.workers.config import runner_config
 
     set_up_logging(Identity("", "replay"))
-    check_recording(recording)
     found, spaces = episode_film.find_episode(recording, episode)
     pictures = episode_film.pictures_of(found, spaces)
     if pictures is not None:

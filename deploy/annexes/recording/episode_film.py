@@ -74,6 +74,8 @@ def film_env(episode: EpisodeChunk, spaces: Spaces, config: EnvRunnerConfig, pat
     Raises `ConfigError` for an episode that cannot be repeated, and `EnvError` for an env that gives no pictures,
     fails, or departs from the recording.
     """
+    if config.is_multi_agent:
+        raise ConfigError("an env of several agents shows only recorded pictures", key=_KEY)
     if episode.seed is None:
         raise ConfigError(f"episode {episode.episode_id} began without a seed, so no env can repeat it", key=_KEY)
     kept = KeptFailure(f"episode {episode.episode_id}", _facts(episode, config), _arrays(episode, spaces, config))

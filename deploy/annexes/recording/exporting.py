@@ -56,8 +56,6 @@ def export_recording(recording: str, to: str, out: Path | None, *, module_id: st
         raise ConfigError(f"is not for {to}, which has no time", key="--fps")
     if out is None or out.exists() or out.is_symlink():
         raise ConfigError("names the folder to make" if out is None else f"{out} exists already", key="--out")
-    if find_spec("pyarrow") is None:
-        raise ConfigError(NEEDS_PYARROW)
     if any(find_spec(package) is None for package in target.packages):
         raise ConfigError(f"{to} is not installed: pip install 'headrace[record,{to}]'", key="--to")
     check_recording(recording)
@@ -65,7 +63,9 @@ def export_recording(recording: str, to: str, out: Path | None, *, module_id: st
 
 
 def check_recording(recording: str) -> None:
-    """Raise `RunDirError` for a folder without a complete file of a recording."""
+    """Raise `RunDirError` for a folder without a complete file of a recording, and `ConfigError` without pyarrow."""
+    if find_spec("pyarrow") is None:
+        raise ConfigError(NEEDS_PYARROW)
     if not any(Path(recording).glob("**/batches-*.parquet")):
         raise RunDirError("", "", sentence=f"{recording} is no recording: it has no file batches-N.parquet")
 

@@ -1,4 +1,4 @@
-"""What came of the repetition of an episode."""
+"""The outcome of a repeated episode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 
 @dataclass(slots=True)
 class Repeated:
-    """The outcome of a repetition."""
+    """How far the repetition came, how it ended, and where it first differed."""
 
     at: str = "construction"
     """The last call: "construction", "reset", or "step N", from 1 on."""
