@@ -198,7 +198,7 @@ class SeatSteps(KeptSteps):
         env_t = acting.env_t()
         for group in acting.groups:
             module, rows = group.module, group.rows
-            columns = self._columns_of(acting, group)
+            columns = self._columns_of(acting, group, weights_seq)
             fragment = self._fragments[module.module_id]
             fragment.act_at(rows, columns, weights_seq, group.of_array(env_t))
             root = "actions_for_env" if any(name.startswith("actions_for_env") for name in columns) else "actions"
@@ -210,10 +210,12 @@ class SeatSteps(KeptSteps):
                 actions[place] = action
         return actions
 
-    def _columns_of(self, acting: ActingSeats, group: SeatGroup) -> Columns:
+    def _columns_of(self, acting: ActingSeats, group: SeatGroup, weights_seq: int) -> Columns:
         """Return the actions of a group's module, in columns with a row for each seat of the module."""
-        policy = group.module.policy
-        columns = policy.act(group.rows, explore=self.mode.explore, random_actions=self.mode.random_actions)
+        policy, mode = group.module.policy, self.mode
+        columns = policy.act(
+            group.rows, explore=mode.explore, random_actions=mode.random_actions, weights_seq=weights_seq
+        )
         if self._external is None:
             return columns
         columns = {**columns, OFF_POLICY: np.zeros(group.module.width, np.bool_)}
@@ -239,7 +241,7 @@ class SeatSteps(KeptSteps):
 
     def is_spoilt_by(self, error: BaseException) -> bool:
         """See `SampledSteps`. A module's error spoils steps only if a recurrent memory may hold a step not taken."""
-        remembers = any(policy.memory is not None for policy in self.policies.values())
+        remembers = any(policy.remembers for policy in self.policies.values())
         return isinstance(error, ConnectorError) or (isinstance(error, ModuleError) and remembers)
 
     def count(self, outcome: StepOutcome) -> None:

@@ -19,12 +19,14 @@ from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Spaces, Tuple, col
 from headrace.schemas.errors import ModuleError, NotFiniteError, words_of
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.bounds import ActionLimits
-from headrace.workers.policy.module_protocol import OUTPUTS, SplitAct, has_newest
+from headrace.workers.policy.module_protocol import OUTPUTS, SplitAct, action_chunk_size, has_newest
 from headrace.workers.policy.recurrent import Memory
 
 Columns = dict[str, NDArray[Any]]
 
-SAMPLERS_OWN = frozenset(("rewards", "weights_seq", "env_t"))
+ACTION_CHUNK_STEP = "action_chunk_step"
+"""The column that tells which step of its action chunk an action was."""
+SAMPLERS_OWN = frozenset(("rewards", "weights_seq", "env_t", ACTION_CHUNK_STEP))
 _LOGITS = "action_dist_inputs"
 """The column in which an action that is not allowed may have -inf."""
 _FINITE = frozenset(("actions", "actions_for_env", "logp", "values", _LOGITS, OUTPUTS))
@@ -57,6 +59,9 @@ class Actor:
         self._columns = columns
         self._count_steps = count_steps
         self._width = len(next(iter(columns.values())))
+        size = action_chunk_size(module)
+        self._form = (self._width,) if size == 1 else (self._width, size)
+        """The first axes of all columns."""
         if lanes is None and hasattr(module, "initial_state"):
             memory = Memory(module, self._width)
         self.memory = memory
@@ -198,7 +203,7 @@ class Actor:
 
     def _check(self, columns: Columns) -> None:
         for name, leaf in self._expected.items():
-            shape = (self._width, *leaf_shape(leaf))
+            shape = (*self._form, *leaf_shape(leaf))
             if name not in columns or columns[name].shape != shape:
                 seen = columns[name].shape if name in columns else "absent"
                 raise ModuleError(f"the policy's column {name!r} should have shape {shape}, and is {seen}")
@@ -211,8 +216,9 @@ class Actor:
         for name, column in columns.items():
             if name.startswith((LOOKBACK, STATE_IN)) or is_obs_column(name) or name in SAMPLERS_OWN:
                 raise ModuleError(f"the policy's column {name!r} has a name that is the runner's own; choose another")
-            if column.ndim == 0 or len(column) != self._width:
-                raise ModuleError(f"the policy's column {name!r} has shape {column.shape}, not {self._width} rows")
+            if column.shape[: len(self._form)] != self._form:
+                of = f" of {self._form[1]} steps" if len(self._form) > 1 else ""
+                raise ModuleError(f"the policy's column {name!r} has shape {column.shape}, not {self._width} rows{of}")
 
 
 class BlockActor:

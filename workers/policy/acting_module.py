@@ -17,6 +17,7 @@ from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.action_masks import ActionMask, choices_of, find_mask
 from headrace.workers.envs.actions import action_root
 from headrace.workers.policy.acting import Actor, BlockActor, Columns
+from headrace.workers.policy.action_chunks import ActionChunks, make_actor
 from headrace.workers.policy.masks import LegalRandomActions
 from headrace.workers.policy.module_protocol import SplitAct
 from headrace.workers.policy.module_weights import check_weights, read_weights, write_weights
@@ -52,7 +53,7 @@ class ActingModule:
         self.mask: ActionMask | None = None
         """The mask that the module obeys, in its own observations."""
         self._blocks = blocks
-        self._actor: Actor | BlockActor | None = None
+        self._actor: Actor | BlockActor | ActionChunks | None = None
         self._maps: bool | None = None
         """True if the module maps its actions itself; None: not known yet."""
         noise.begin("random_actions", self.random.noise_size, "uniform")
@@ -66,6 +67,11 @@ class ActingModule:
     def memory(self) -> Memory | None:
         """The state of a recurrent module, by row; None for other modules."""
         return self._actor.memory if self._actor is not None else None
+
+    @property
+    def remembers(self) -> bool:
+        """Return whether an action may depend on earlier observations: by a memory, or as a step of an action chunk."""
+        return self.memory is not None or isinstance(self._actor, ActionChunks)
 
     @property
     def width(self) -> int:
@@ -114,16 +120,17 @@ class ActingModule:
     def widen(self) -> None:
         """Act for the connectors' new rows too. Earlier rows keep their memory."""
         self.random.follow(self.connectors.observed)
-        before = self.memory
+        before, memory = self._actor, self.memory
         if self.module is None:
             return
         self._actor = self._make_actor(self.module)
-        if before is not None and self.memory is not None:
-            self.memory.follow(before)
+        if memory is not None and self.memory is not None:
+            self.memory.follow(memory)
+        if isinstance(before, ActionChunks) and isinstance(self._actor, ActionChunks):
+            self._actor.follow(before)
 
-    def _make_actor(self, module: Any) -> Actor | BlockActor:
-        parts = module, self.spaces, self.connectors.columns, self._count_steps
-        return BlockActor(*parts, self._blocks) if self._blocks else Actor(*parts)
+    def _make_actor(self, module: Any) -> Actor | BlockActor | ActionChunks:
+        return make_actor(module, self.spaces, self.connectors.columns, self._count_steps, self._blocks)
 
     @property
     def split(self) -> SplitAct | None:
@@ -131,23 +138,35 @@ class ActingModule:
         return self._actor.split if self._actor is not None else None
 
     def act(
-        self, acting: NDArray[np.intp] | None, *, explore: bool, random_actions: bool, whole: bool = True
+        self,
+        acting: NDArray[np.intp] | None,
+        *,
+        explore: bool,
+        random_actions: bool,
+        whole: bool = True,
+        weights_seq: int = 0,
     ) -> Columns:
         """Return columns with one entry for each row. Only the entries of `acting` (None: all) are valid.
 
-        Without `whole`, return what `split` chooses; its `complete` makes the other columns. Raises `ModuleError` when
-        the module fails, `ConnectorError` when a connector does.
+        Without `whole`, return what `split` chooses; its `complete` makes the other columns. `weights_seq` numbers the
+        weights in use. A column of that name is among those of a module that makes action chunks. Raises `ModuleError`
+        when the module fails, `ConnectorError` when a connector does.
         """
         some = None if acting is None or len(acting) == self.width else acting
         if random_actions:
             drawn = self._draw(acting)
             self.random.drop(acting)
+            self.drop_chosen(acting)
             return self.connectors.for_env(drawn, some)
         if self.random.told:
             self.random.drop(acting)
         assert self._actor is not None, "the runner asks whether there is a module before it samples"
         try:
-            columns = self._actor(self.noise.draw("policy", acting) if explore else None, some, whole=whole)
+            noise = self.noise.draw("policy", acting) if explore else None
+            if isinstance(self._actor, ActionChunks):
+                columns = self._actor(noise, some, weights_seq)
+            else:
+                columns = self._actor(noise, some, whole=whole)
         except ModuleError as error:
             if self.module_id not in ("", DEFAULT_MODULE_ID):
                 error.args = (f"module {self.module_id!r}: {error}",)
@@ -178,6 +197,12 @@ class ActingModule:
         self.connectors.started(rows)
         if self.memory is not None:
             self.memory.reset(rows)
+        self.drop_chosen(np.asarray(rows, np.intp))
+
+    def drop_chosen(self, rows: NDArray[np.intp] | None) -> None:
+        """Drop the actions that were chosen for later steps of `rows` (None: all)."""
+        if isinstance(self._actor, ActionChunks):
+            self._actor.drop(np.arange(self.width) if rows is None else rows)
 
     def state_in(self, row: int, *, pending: bool) -> dict[str, NDArray[Any]]:
         """Return the row's memory before its next step; with `pending`, before the action that was already chosen."""

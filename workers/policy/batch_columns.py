@@ -14,7 +14,8 @@ from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, lea
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.settings.sampling_settings import SamplingSettings
 from headrace.workers.envs.bounds import blank_columns
-from headrace.workers.policy.acting import SAMPLERS_OWN, Actor
+from headrace.workers.policy.acting import SAMPLERS_OWN
+from headrace.workers.policy.action_chunks import ActionChunks, make_actor
 
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
 """The dtype and shape of one row of a column."""
@@ -36,9 +37,10 @@ class PolicyColumns:
         `spaces` are the module's. `maps`: module_to_env makes the envs' actions. Raises `ModuleError`.
         """
         seen = blank_columns(spaces.observation, "obs", 1)
-        actor = Actor(module, spaces, seen, lambda: 0)
+        actor = make_actor(module, spaces, seen, lambda: 0)
         states = actor.memory.of(0) if actor.memory is not None else {}
-        columns = actor(np.zeros((1, module.noise_size), np.float32) if settings.explore else None)
+        noise = np.zeros((1, module.noise_size), np.float32) if settings.explore else None
+        columns = actor(noise, None, 0) if isinstance(actor, ActionChunks) else actor(noise)
         kinds = {name: (column.dtype, column.shape[1:]) for name, column in columns.items()}
         if maps:
             kinds = {name: kind for name, kind in kinds.items() if name.split("/", 1)[0] != "actions_for_env"}
@@ -47,7 +49,8 @@ class PolicyColumns:
         kinds |= {STATE_IN + name: (row.dtype, row.shape) for name, row in states.items()}
         kinds[OFF_POLICY] = np.dtype(np.bool_), ()
         looks_back = settings.episode_lookback_horizon > 0
-        return cls({name: kind for name, kind in kinds.items() if not belongs_to_space(name)}, looks_back)
+        own = {name: kind for name, kind in kinds.items() if not belongs_to_space(name) and name not in SAMPLERS_OWN}
+        return cls(own, looks_back)
 
     def check(self, batch: ChunkBatch) -> None:
         """Raise `DecodeError` for a batch of another policy or with other settings.

@@ -72,6 +72,9 @@ class PolicyModule(Protocol):
     `policy_actions(env_actions)`, which returns the columns "actions/..." for which the env would have got
     `env_actions`.
 
+    A module that chooses the actions of several steps in one pass has `action_chunk_size`, their number. All its
+    answers are then (rows, action_chunk_size, ...): see `ActionChunks`.
+
     Workers act on the CPU: an env's step takes as long as the pass, and a GPU's latency would be longer than both.
     `forward_train` runs wherever the learner put the module.
     """
@@ -94,6 +97,27 @@ class RecurrentModule(PolicyModule, Protocol):
     """
 
     def initial_state(self) -> dict[str, torch.Tensor]: ...
+
+
+def action_chunk_size(module: Any) -> int:
+    """Return of how many steps one pass chooses the actions: 1 for most modules.
+
+    Raises `ModuleError` for what is no such number, and for a module with memory or action masks: both need to look at
+    each step.
+    """
+    size = getattr(module, "action_chunk_size", 1)
+    name = type(module).__name__
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ModuleError(
+            f"action_chunk_size = {size!r:.80} of the policy {name} is no number of steps; give 1 or more"
+        )
+    for needs, what in (("initial_state", "a memory"), ("obeys_action_mask", "action masks")):
+        if size > 1 and getattr(module, needs, None):
+            raise ModuleError(
+                f"the policy {name} has {what}, which it needs at each step, and an action_chunk_size of {size}: leave "
+                "one of the two out"
+            )
+    return size
 
 
 def has_newest(module: Any, name: str, *others: str) -> bool:

@@ -130,6 +130,9 @@ class RunnerState:
     def _apply(self, parts: Parts, version: Version) -> None:
         self.waiting = None
         self._write(parts)
+        if version.learner_epoch != self.version.learner_epoch:  # a batch has steps of one epoch
+            for policy in self._policies.values():
+                policy.drop_chosen(None)
         self.note_version(version)
         self._callbacks.call("on_weights_applied", version=self.weights_version)
 

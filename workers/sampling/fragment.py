@@ -106,6 +106,8 @@ class Fragment:
     def put(self, columns: Mapping[str, NDArray[Any]], weights_seq: int) -> None:
         """Write the policy's columns (width, ...) at the cursors of the acting lanes.
 
+        `weights_seq` is of all steps, unless a column of that name tells it for each row.
+
         Call it before the step, since an env may change its action. Raises `ModuleError` for a column whose dtype or
         shape has changed.
         """
@@ -117,7 +119,9 @@ class Fragment:
             if values.shape != self._shapes.get(name) or values.dtype is not column.dtype:
                 self._check_form(name, values, column)
             column[where] = values if lanes is None else values[lanes]
-        if lanes is not None:
+        if "weights_seq" in columns:
+            self._seq = None
+        elif lanes is not None:
             self.columns["weights_seq"][where] = weights_seq
         elif weights_seq != self._seq:
             self.columns["weights_seq"][:, self._level :] = self._seq = weights_seq

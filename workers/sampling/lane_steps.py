@@ -186,7 +186,7 @@ class LaneSteps(KeptSteps):
         if fragment.split is not None and fragment.split is not self._policy.split:
             fragment.complete_steps()  # another module acts now
         fragment.aim(self._live)
-        columns = self._choose(None, whole=fragment.split is None)
+        columns = self._choose(None, weights_seq, whole=fragment.split is None)
         fragment.put(columns, weights_seq)
         self.envs.send_actions(columns)
 
@@ -195,18 +195,24 @@ class LaneSteps(KeptSteps):
         if not len(acting):
             return
         self.fragment.aim(acting)
-        columns = self._choose(acting)
+        columns = self._choose(acting, weights_seq)
         self.fragment.put(columns, weights_seq)
         self.envs.send_actions(columns, acting)
 
-    def _choose(self, acting: Rows | None, *, whole: bool = True) -> Columns:
+    def _choose(self, acting: Rows | None, weights_seq: int, *, whole: bool = True) -> Columns:
         mode, act = self.mode, self._policy.act
         if self.timers is not None and not mode.random_actions:
             act = self.timers.timed("rlmodule_inference_timer", act)
         try:
-            return act(acting, explore=mode.explore, random_actions=mode.random_actions, whole=whole)
+            return act(
+                acting,
+                explore=mode.explore,
+                random_actions=mode.random_actions,
+                whole=whole,
+                weights_seq=weights_seq,
+            )
         except ConnectorError:
-            self._is_spoilt = self._policy.memory is not None  # the memory holds a step that will not be taken
+            self._is_spoilt = self._policy.remembers  # the memory holds a step that will not be taken
             raise
 
     def _answer_callers(self, callers: ExternalDriver, weights_seq: int) -> None:
@@ -214,7 +220,7 @@ class LaneSteps(KeptSteps):
         acting, envs = callers.asking, self.envs
         if not len(acting):
             return
-        columns = {**self._choose(acting), OFF_POLICY: self._on_policy}
+        columns = {**self._choose(acting, weights_seq), OFF_POLICY: self._on_policy}
         logged = callers.logged(acting)
         if logged:
             columns = put_logged(columns, logged, self._policy.module, envs.spaces.action)

@@ -70,13 +70,13 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
     def use(self, modules: Mapping[str, Any], count_steps: Callable[[], int]) -> None:
         """Act with `modules`; see `ActingModule.use`.
 
-        If a module is recurrent, open steps are lost, because its memory starts empty.
+        If a module remembers, open steps are lost, because its memory starts empty.
         """
         policies = self.steps.policies
-        remembers = any(policy.memory is not None for policy in policies.values())
+        remembers = any(policy.remembers for policy in policies.values())
         for module_id, module in modules.items():
             policies[module_id].use(module, count_steps)
-        remembers = remembers or any(policy.memory is not None for policy in policies.values())
+        remembers = remembers or any(policy.remembers for policy in policies.values())
         if remembers and self.steps.is_open:
             self._drop_steps()
 

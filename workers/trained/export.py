@@ -25,7 +25,7 @@ from headrace.schemas.errors import ModuleError, export_error
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.actions import RandomActions
 from headrace.workers.policy.acting import flatten_actions
-from headrace.workers.policy.module_protocol import has_newest
+from headrace.workers.policy.module_protocol import action_chunk_size, has_newest
 
 Run = Callable[..., Any]
 """The written program: leaves of a batch of observations in, leaves of its actions out."""
@@ -128,8 +128,12 @@ def export_policy(
         raise export_error(str(path), f"name a file that ends with {', '.join(_WRITERS)}")
     if not path.absolute().parent.is_dir():
         raise export_error(str(path), "it cannot be written, since there is no such folder")
+    name = type(module).__name__
+    if action_chunk_size(module) > 1:
+        raise export_error(
+            str(path), f"{name} chooses several steps at once, and an exported function one; act by load_policy"
+        )
     if hasattr(module, "initial_state"):
-        name = type(module).__name__
         raise export_error(
             str(path),
             f"{name} remembers earlier observations, and an exported function has no memory, nor an input for its "

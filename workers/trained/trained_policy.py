@@ -233,7 +233,7 @@ class _Player:
         noise = ActionNoise(lambda _: streams(rows), in_step=True)
         self._acting = ActingModule(module_id, env_spaces, connectors, noise)
         self._acting.use(module, lambda: 0)
-        self.remembers = self._acting.memory is not None or connectors.first_not_exportable is not None
+        self.remembers = self._acting.remembers or connectors.first_not_exportable is not None
         """True if an action may depend on earlier observations."""
         self._begun = np.zeros(rows, bool)
         self._actions: Columns = {}
