@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -54,6 +55,8 @@ class TaskPublisher(Closable):
         endpoints, peer_keys = as_list(endpoint), client_keys(keys, "learner")
         process, own = connection.process_token(endpoints), os.urandom(8).hex()
         self._timeout_s = connect_timeout_s
+        self._lock = threading.Lock()
+        """Held while tasks are published, by one thread after another: each call has a version of its own."""
         sources, count = address_sources(run_dir, rendezvous, len(endpoints)), len(endpoints)
         self._links = [
             BrokerLink(FleetPlace(address, "learner", source, says_waiting=False), peer_keys, process, number)
@@ -82,11 +85,11 @@ class TaskPublisher(Closable):
         Waits for a broker that is away, at most `connect_timeout_s`; some brokers may have the task after an error.
         Raises `EncodeError` for what cannot be published.
         """
-        tasks = Tasks.of(task, (self._version[0], self._version[1] + 1), group)
-        with interrupt_held():
+        with self._lock, interrupt_held():
+            tasks = Tasks.of(task, (self._version[0], self._version[1] + 1), group)
             self._version = tasks.version
-            self._ask([tasks] * len(self._links), self._version)
-        return self._version
+            self._ask([tasks] * len(self._links), tasks.version)
+        return tasks.version
 
     __reduce__ = connection.refuse_copy
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,21 @@ def test_a_distribution_arrives_as_it_was_published_and_is_taken_away(
     teacher.publish([])
     wait_until(lambda: told(feeder.session) == ((1, 2), []), "no tasks")
     assert teacher.publish(None) == (1, 3)
+
+
+def test_threads_publish_one_after_another_each_with_a_version_of_its_own(
+    broker: BrokerThread, teach: StartTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*told: Any) -> Tasks:
+        time.sleep(0.01)
+        return made(*told)
+
+    made = Tasks.of
+    monkeypatch.setattr(Tasks, "of", slow)
+    teacher = teach(broker.endpoints.learner)
+    with ThreadPoolExecutor(4) as threads:
+        versions = list(threads.map(lambda level: teacher.publish({"level": level}), range(20)))
+    assert sorted(versions) == [(1, seq) for seq in range(1, 21)]
 
 
 def test_a_worker_that_has_missed_the_tasks_gets_them_after_its_next_heartbeat(
