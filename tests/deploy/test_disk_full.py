@@ -18,6 +18,7 @@ from headrace.broker.files.books_file import BooksFile
 from headrace.broker.files.lifetime_file import LifetimeFile
 from headrace.broker.files.state_file import read_broker_file
 from headrace.deploy.process.exit_record import exit_record_path, take_exit_record, write_exit_record
+from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from headrace.schemas.accounts.recorder import Recorder
@@ -86,11 +87,15 @@ def test_a_fleet_whose_run_directory_is_removed_is_drained_and_says_so(tmp_path:
         "--set",
         "learner.enabled=false",
         "--set",
+        "dashboard.enabled=true",
+        "--set",
         "fleet.timeout_s=200",
     ]
     command = [*UP, *settings, "--run-dir", str(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as fleet:
         wait_until(lambda: list(run.glob("recorders/*.rec")), "a recorder")
+        # Before its start is over, a fleet has nothing to drain.
+        wait_until(lambda: "dashboard" in read_fleet_file(run / "fleet.json").endpoints, "the end of the start")
         while run.exists():  # the fleet writes to it in the meantime
             shutil.rmtree(run, ignore_errors=True)
         said, _ = fleet.communicate(timeout=120)
