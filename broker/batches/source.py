@@ -72,6 +72,8 @@ class Source:
     """(slot, incarnation)."""
     token: str = ""
     peer: Peer | None = None
+    key_group: str = ""
+    """The group of the key that its worker showed last."""
     accepted: int = 0
     accepted_count: Count = (0, 0)
     settled: Settled = field(default_factory=Settled)
