@@ -10,6 +10,7 @@ _PARTS: Mapping[str, str] = {
     "KeptFailures": "headrace.workers.reruns.kept_failures",
     "MultiAgentEnvRunner": "headrace.workers.agents.multi_agent_env_runner",
     "RemotePlacement": "headrace.workers.envs.remote.pool",
+    "as_gymnasium": "headrace.workers.adapters.dm_envs",
     "adapted_agents": "headrace.workers.agents.env",
     "build_any_env": "headrace.workers.agents.packed_env",
     "open_native": "headrace.workers.envs.native.partial",
