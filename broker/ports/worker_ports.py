@@ -31,7 +31,6 @@ class WorkerPorts(BrokerObserver):
         self._file = file
         self._keys = keys
         self._ports: dict[str, tuple[Port, Source]] = {}
-        """Each port, and the life that told it."""
         self._look_at = 0.0
         self._left_out = False
 

@@ -17,7 +17,6 @@ from headrace.workers.envs.bounds import blank_columns
 from headrace.workers.policy.acting import SAMPLERS_OWN, Actor
 
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
-"""The dtype and shape of one row of a column."""
 
 
 @dataclass(frozen=True, slots=True)
