@@ -17,7 +17,6 @@ import orjson
 import zmq
 
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
-from headrace.broker.batches.slot_owners import revocation
 from headrace.broker.batches.source import Peer
 from headrace.broker.files.books_file import BooksFile
 from headrace.broker.files.lifetime_file import LifetimeFile
@@ -34,6 +33,7 @@ from headrace.broker.reports.report import LIVE_S
 from headrace.broker.reports.reporter import RedisReporter
 from headrace.broker.reports.task_board import TaskBoard
 from headrace.broker.sessions.core import BrokerCore
+from headrace.broker.sessions.hello_rights import revocation
 from headrace.broker.sessions.outbox import Send
 from headrace.schemas.accounts.redis_keys import TOLD_SETTINGS
 from headrace.schemas.basics.headrace_version import headrace_version
@@ -180,7 +180,6 @@ def _limits_of(fleet: FleetConfig, max_env_steps: int | None) -> BrokerLimits:
         max_env_steps=max_env_steps,
         brokers=config.count,
         index=config.index or 0,
-        group=fleet.keys.group,
         consumer_groups=config.consumer_groups,
     )
 

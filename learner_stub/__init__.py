@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from headrace.learner_stub.checkpoints.learner_state import save_policy as save_policy
     from headrace.learner_stub.publishing.publisher import WeightPublisher as WeightPublisher
     from headrace.learner_stub.publishing.task_publisher import TaskPublisher as TaskPublisher
+    from headrace.learner_stub.rollouts.connector_merger import ConnectorMerger as ConnectorMerger
     from headrace.learner_stub.rollouts.own_logp import with_own_logp as with_own_logp
     from headrace.learner_stub.rollouts.returns import Returns as Returns
     from headrace.learner_stub.rollouts.returns import gae as gae
     from headrace.learner_stub.rollouts.returns import vtrace as vtrace
     from headrace.learner_stub.rollouts.tensors import to_torch as to_torch
-    from headrace.learner_stub.streaming.connector_merger import ConnectorMerger as ConnectorMerger
     from headrace.learner_stub.streaming.stream import EpisodeStream as EpisodeStream
     from headrace.schemas.chunks.episodes import episodes_of as episodes_of
     from headrace.schemas.chunks.task import spread as spread
 
 _HOMES = {
-    "ConnectorMerger": "headrace.learner_stub.streaming.connector_merger",
+    "ConnectorMerger": "headrace.learner_stub.rollouts.connector_merger",
     "EpisodeStream": "headrace.learner_stub.streaming.stream",
     "LearnerState": "headrace.learner_stub.checkpoints.learner_state",
     "LoadedState": "headrace.learner_stub.checkpoints.learner_state",

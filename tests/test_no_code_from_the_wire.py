@@ -64,7 +64,7 @@ NAMES_BECOME_CODE = {
     "deploy/trained/policy_spaces.py": CONFIG,
     "deploy/annexes/doctor/start_check.py": CONFIG,
     "learner_stub/reference/policies.py": CONFIG,
-    "learner_stub/streaming/connector_merger.py": CONFIG,
+    "learner_stub/rollouts/connector_merger.py": CONFIG,
     "learner_stub/streaming/stream.py": "its own table",
     "learner_stub/rollouts/module.py": CONFIG,
     "workers/callbacks.py": CONFIG,

@@ -35,7 +35,6 @@ class BatchStore:
     def __init__(self, limits: BrokerLimits) -> None:
         self.sources: dict[tuple[int, int], Source] = {}
         self.by_slot: dict[int, dict[int, Source]] = {}
-        """The sources by slot, then by incarnation."""
         self.folded: dict[int, FoldedLives] = {}
         """Folded lives by slot; they have no source any more."""
         self.unreported: set[tuple[int, int]] = set()

@@ -37,8 +37,6 @@ class BrokerLimits:
     brokers: int = 1
     index: int = 0
     """Number of this broker in its fleet: it has the slots that are `index` modulo `brokers`."""
-    group: str = ""
-    """The group of the keys of the workers that the config starts, and of their supervisor."""
     consumer_groups: Mapping[str, Literal["wait", "drop"]] = field(default_factory=dict)
     """The consumer groups that the config names, each with what happens while it is slow or away."""
 
@@ -65,8 +63,6 @@ class BrokerState(GroupState):
 
     incarnations: dict[int, int] = field(default_factory=dict)
     """Highest incarnation ever given out, by slot."""
-    owners: dict[int, str] = field(default_factory=dict)
-    """The group of keys that has each slot, as far as a worker with a key has joined there."""
     groups: dict[str, GroupState] = field(default_factory=dict)
     """The consumer groups besides the learner's, by name."""
     counters: dict[int, Counters] = field(default_factory=dict, compare=False)

@@ -40,7 +40,6 @@ class _Share:
 
     steps: int
     shipped: dict[int, int] = field(default_factory=dict)
-    """Steps already shipped, by incarnation."""
     seen: tuple[int, int] = (0, 0)
     """`_made` by the slot's worker at `seen_at`."""
     seen_at: float = 0.0
@@ -65,11 +64,9 @@ class Rounds(BrokerObserver):
         self.known: bool | None = configured or None
         """True for synchronous sampling, False without; None until the config or a learner has decided it."""
         self.version: Version = (0, 0)
-        """Version of the weights of this round."""
         self._configured = configured
         self._workers = workers
         self.max_env_steps = math.inf if max_env_steps is None else max_env_steps
-        """Env steps of the fleet after which no round begins."""
         self._lease_s = lease_s
         self._steps = 0
         """Steps of a round; 0 for one cut of each worker."""

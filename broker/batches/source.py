@@ -72,6 +72,8 @@ class Source:
     """(slot, incarnation)."""
     token: str = ""
     peer: Peer | None = None
+    key_group: str = ""
+    """The group of the key that its worker showed last."""
     accepted: int = 0
     accepted_count: Count = (0, 0)
     settled: Settled = field(default_factory=Settled)
@@ -96,7 +98,6 @@ class Source:
     silent_until: float = 0.0
     host: str = ""
     pid: int = 0
-    """Process id on `host`; the worker reports both."""
     headrace_version: str = ""
     """As the worker tells it; "" if it does not."""
     weights: Version = (0, 0)
@@ -108,7 +109,6 @@ class Source:
     """True once the worker has told the spaces of its envs, so that it can sample."""
     num_envs: int = 1
     cut_steps: int = 1
-    """Number of env steps in one full cut."""
     weights_told: dict[str, Any] = field(default_factory=dict)
     """The fields of messages about the weights that its worker loads: shapes and kinds of number; none: not told."""
     refused: WeightsRefusal | None = None

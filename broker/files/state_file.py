@@ -14,7 +14,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.broker.batches.limits import BrokerState, GroupState
-from headrace.schemas.basics.bounds import GROUP_PATTERN, MOST_GROUPS, EpochOrNone, GroupName, IncarnationOrNone, Slot
+from headrace.schemas.basics.bounds import MOST_GROUPS, EpochOrNone, GroupName, IncarnationOrNone, Slot
 from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.errors import RunDirError, reading, writing
 
@@ -46,7 +46,6 @@ class BrokerFile(BaseModel):
     epoch: EpochOrNone = 0
     learner_token: str = ""
     incarnations: dict[Slot, IncarnationOrNone] = {}
-    owners: dict[Slot, Annotated[str, Field(pattern=rf"^({GROUP_PATTERN})?$")]] = {}
     groups: Annotated[dict[GroupName, LeaseOfGroup], Field(max_length=MOST_GROUPS)] = {}
     has_learner: bool | None = None
     """True if a learner was connected at the broker's last report; None before its first."""
@@ -54,7 +53,7 @@ class BrokerFile(BaseModel):
     def state(self) -> BrokerState:
         """Return the part of the file from which the broker's core goes on."""
         groups = {name: GroupState(lease.epoch, lease.learner_token) for name, lease in self.groups.items()}
-        return BrokerState(self.epoch, self.learner_token, dict(self.incarnations), dict(self.owners), groups)
+        return BrokerState(self.epoch, self.learner_token, dict(self.incarnations), groups)
 
 
 def file_path(run_dir: Path) -> Path:
@@ -90,7 +89,6 @@ def write_broker_file(
         epoch=state.epoch,
         learner_token=state.learner_token,
         incarnations=state.incarnations,
-        owners=state.owners,
         groups={name: LeaseOfGroup.model_validate(lease) for name, lease in state.groups.items()},
         has_learner=has_learner,
     )

@@ -32,7 +32,7 @@ class StateWriter(BrokerObserver):
         state = self._core.state
         write_broker_file(*self._file, state, self._noted_learner)
         groups = {name: replace(lease) for name, lease in state.groups.items()}
-        self._written = replace(state, incarnations=dict(state.incarnations), owners=dict(state.owners), groups=groups)
+        self._written = replace(state, incarnations=dict(state.incarnations), groups=groups)
 
     def has_written(self, now: float) -> bool:
         """Write the state if it has changed. If that fails, return False, and try again after a while.

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import zmq
 
 from headrace.broker.batches.broker_observer import BrokerObserver
-from headrace.broker.batches.slot_owners import revocation
 from headrace.broker.batches.source import Peer
 from headrace.broker.ports.sockets import BrokerSockets, Socket
 from headrace.broker.sessions.core import BrokerCore
+from headrace.broker.sessions.hello_rights import revocation
 from headrace.schemas.accounts.redis_keys import GONE_KEY
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.credentials.keys import BrokerKeys

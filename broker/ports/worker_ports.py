@@ -31,7 +31,6 @@ class WorkerPorts(BrokerObserver):
         self._file = file
         self._keys = keys
         self._ports: dict[str, tuple[Port, Source]] = {}
-        """Each port, and the life that told it."""
         self._look_at = 0.0
         self._left_out = False
 
@@ -46,7 +45,7 @@ class WorkerPorts(BrokerObserver):
         self._ports = {name: told for name, told in self._ports.items() if _may_return(told[1], now)}
         keys = self._fingerprints() if self._keys is not None else {}
         for source in live:
-            for name, port in _ports_of(source, keys.get(self._core.owners.owner(source.slot), "")):
+            for name, port in _ports_of(source, keys.get(source.key_group, "")):
                 if name in self._ports or len(self._ports) < MOST_PORTS:
                     self._ports[name] = port, source
                 elif not self._left_out:
@@ -54,7 +53,7 @@ class WorkerPorts(BrokerObserver):
                     log.warning("%s and others are not published: a rendezvous has at most %d ports", name, MOST_PORTS)
         self._file.publish({name: port for name, (port, _) in self._ports.items()})
 
-    def _fingerprints(self) -> dict[str | None, str]:
+    def _fingerprints(self) -> dict[str, str]:
         """Return the fingerprint of the workers' key of each group."""
         assert self._keys is not None
         found = [key for public in self._keys.roles if (key := self._keys.find(public)) is not None]

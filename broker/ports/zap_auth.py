@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 Socket = zmq.Socket[bytes]
 
 _MOST_REQUESTS = 256
-"""Requests that are judged in one turn."""
 
 
 class ZapAuthenticator:

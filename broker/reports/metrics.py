@@ -59,7 +59,6 @@ class FleetMetrics(BrokerObserver):
         self._slots: set[int] = set()
         """Slots with a worker, as of the last report."""
         self._agent_returns: dict[str, deque[float]] = {}
-        """The newest returns of the agents of each module."""
         self._agent_lengths: dict[str, deque[int]] = {}
         """The lengths of the same episodes; of fewer where workers do not tell them."""
         self._policies: dict[str, dict[str, Any]] = {}

@@ -21,11 +21,11 @@ from typing import Any
 from headrace.broker.batches.batch_store import BatchStore
 from headrace.broker.batches.folding import Folding
 from headrace.broker.batches.limits import RECONCILE_WAIT_S, BrokerLimits, BrokerState
-from headrace.broker.batches.slot_owners import SlotOwners
 from headrace.broker.batches.source import Peer, Source
 from headrace.broker.sessions.acknowledgements import Acknowledgements
 from headrace.broker.sessions.book_checks import check_books, check_books_of_batch
 from headrace.broker.sessions.consumer_groups import ConsumerGroups
+from headrace.broker.sessions.hello_rights import judge_hello
 from headrace.broker.sessions.learner_sessions import LearnerSessions
 from headrace.broker.sessions.outbox import Outbox, Send
 from headrace.broker.sessions.worker_sessions import WorkerSessions
@@ -72,7 +72,6 @@ class BrokerCore:
         self.groups = ConsumerGroups(fleet_id, limits, self.state, self.store, self.outbox, now)
         self.observers.append(self.groups)
         self._acks = Acknowledgements(limits, self.store, self.outbox, self.groups, self.learners.waits_for)
-        self.owners = SlotOwners(limits, self.state)
         self.folding = Folding(self.store, self.groups.have_closed)
         self.workers = WorkerSessions(
             fleet_id,
@@ -82,14 +81,13 @@ class BrokerCore:
             self.outbox,
             self.groups,
             self._acks,
-            self.owners,
             self.folding.is_final,
         )
-        self._heartbeat_interval_s = limits.heartbeat_interval_s
+        self._limits = limits
         self._started = now
         self._next_heartbeat = now
         self._was_exhausted = False
-        self._introductions: dict[type, Callable[[Peer, Any, float, str | None], None]] = {
+        self._introductions: dict[type, Callable[[Peer, Any, float, str], None]] = {
             WorkerHello: self._on_worker_hello,
             LearnerHello: self._on_learner_hello,
             GroupHello: self._on_group_hello,
@@ -114,13 +112,13 @@ class BrokerCore:
         """
         introduce, handler = self._introductions.get(type(message)), self.handlers.get(type(message))
         try:
-            self.owners.judge(message, key)
+            judge_hello(message, key, self._limits)
             check_books(message)
         except DecodeError as error:
             self._refuse(peer, message, error)
             return
         if introduce is not None:
-            introduce(peer, message, now, key.group if key is not None else None)
+            introduce(peer, message, now, key.group if key is not None else "")
         elif handler is not None:
             handler(peer, message, now)
         else:
@@ -198,7 +196,7 @@ class BrokerCore:
         self._advance_round(now)
         self._deliver()
         if now >= self._next_heartbeat:
-            self._next_heartbeat = now + self._heartbeat_interval_s
+            self._next_heartbeat = now + self._limits.heartbeat_interval_s
             self.workers.mark_silent_changed(now)
             self._send_status()
         for observer in self.observers:
@@ -302,7 +300,7 @@ class BrokerCore:
 
     # -- messages that concern workers and learners ------------------------------------------------------------------
 
-    def _on_worker_hello(self, peer: Peer, hello: WorkerHello, now: float, group: str | None) -> None:
+    def _on_worker_hello(self, peer: Peer, hello: WorkerHello, now: float, group: str) -> None:
         try:
             self.workers.check_spaces(hello)
         except DecodeError as error:
@@ -318,15 +316,15 @@ class BrokerCore:
         if self.workers.spaces is not known:
             self._send_status()
 
-    def _on_learner_hello(self, peer: Peer, hello: LearnerHello, now: float, _: str | None) -> None:
+    def _on_learner_hello(self, peer: Peer, hello: LearnerHello, now: float, _: str) -> None:
         self.learners.on_hello(peer, hello, self.workers.spaces, now)
         self.workers.close_dead(now)
 
-    def _on_group_hello(self, peer: Peer, hello: GroupHello, now: float, _: str | None) -> None:
+    def _on_group_hello(self, peer: Peer, hello: GroupHello, now: float, _: str) -> None:
         self.groups.on_hello(peer, hello, self.workers.spaces, now)
         self.workers.mark_all_changed()
 
-    def _on_rank_hello(self, peer: Peer, hello: RankHello, _now: float, _: str | None) -> None:
+    def _on_rank_hello(self, peer: Peer, hello: RankHello, _now: float, _: str) -> None:
         group = self.groups.by_name.get(hello.group)
         sessions = group.learners if group is not None else self.learners
         ranks = sessions.ranks if group is not None or hello.group == TRAIN else None

@@ -163,8 +163,6 @@ class LearnerSessions:
             spaces=spaces,
             published=self._store.weights,
             maps_weights=True,
-            takes_weight_bits=True,
-            merges_weights=True,
             **self._weights_told,
         )
         self._outbox.send(peer, welcome)

@@ -19,7 +19,6 @@ class LearnerLease:
     """The lease and the learner that holds it. The learner's stream and publisher connections share its token."""
 
     hello: LearnerHello
-    """Its newest HELLO, which says who it is."""
     epoch: int
     stream: Peer | None = None
     publisher: Peer | None = None

@@ -10,7 +10,6 @@ from typing import Any
 
 from headrace.broker.batches.batch_store import BatchStore
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
-from headrace.broker.batches.slot_owners import OTHER_GROUP, SlotOwners, of_group
 from headrace.broker.batches.source import Peer, Source, StoredBatch
 from headrace.broker.sessions.acknowledgements import Acknowledgements
 from headrace.broker.sessions.consumer_groups import ConsumerGroups
@@ -67,7 +66,6 @@ class WorkerSessions:
         outbox: Outbox,
         groups: ConsumerGroups,
         acks: Acknowledgements,
-        owners: SlotOwners,
         is_final: Callable[[Source], bool],
     ) -> None:
         self.fleet_id = fleet_id
@@ -80,11 +78,10 @@ class WorkerSessions:
         self._outbox = outbox
         self._groups = groups
         self._acks = acks
-        self._owners = owners
         self._ends: dict[tuple[int, int], tuple[Peer | None, LastWords]] = {}
         """Ends by (slot, incarnation) that wait for the first learner, each with the peer that gets the Ack."""
-        self.supervisors: dict[Peer, str | None] = {}
-        """The group of each supervisor's key; None without keys. The newest HELLO is last."""
+        self.supervisors: dict[Peer, None] = {}
+        """The connections of supervisors. The newest HELLO is last."""
         self.last_close_at = math.inf
         """Time at which the books of all lost and superseded lives are closed; infinity if there are none."""
         self._next_look = 0.0
@@ -95,10 +92,10 @@ class WorkerSessions:
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
-    def on_hello(self, peer: Peer, hello: WorkerHello, now: float, group: str | None) -> None:
+    def on_hello(self, peer: Peer, hello: WorkerHello, now: float, group: str) -> None:
         """Handle a worker's HELLO: give it its slot and incarnation, if they are still its own.
 
-        The caller has checked that the worker's `group` may have the slot that the HELLO names.
+        `group`: of its key; "" also without keys.
         """
         if not self.same_fleet(peer, hello.fleet_id):
             return
@@ -108,7 +105,7 @@ class WorkerSessions:
         if not self._same_spaces(peer, hello):
             self.refuse_life(peer, hello)
             return
-        source = self._place(hello, now, group)
+        source = self._place(hello, now)
         slot, highest = source.slot, self._state.incarnations.get(source.slot, 0)
         if source.token and not same_token(source.token, hello.token) and not source.ended:
             detail = f"slot {slot} incarnation {source.incarnation} already belongs to another process"
@@ -123,21 +120,21 @@ class WorkerSessions:
         self._groups.meet(source, hello.groups, hello.totals)
         source.token = hello.token
         self._supersede(slot, source.incarnation, now)
-        self._owners.take(slot, group)
+        source.key_group = group
         self._state.incarnations[slot] = source.incarnation
         self._attach(peer, source, hello, now)
         self._outbox.send(peer, self._welcome(source))
 
-    def _place(self, hello: WorkerHello, now: float, group: str | None) -> Source:
+    def _place(self, hello: WorkerHello, now: float) -> Source:
         """Return the source that a HELLO asks for.
 
         A HELLO without an incarnation, repeated because the answer was slow, gets the same source again.
         """
         if not hello.incarnation:
             given = next((source for source in self.peers.values() if same_token(source.token, hello.token)), None)
-            if given is not None and self._owners.may_join(given.slot, group):
+            if given is not None:
                 return given
-        slot = hello.slot if hello.slot is not None else self._free_slot(group, now)
+        slot = hello.slot if hello.slot is not None else self._free_slot(now)
         return self._store.source(slot, hello.incarnation or self._state.incarnations.get(slot, 0) + 1)
 
     def _refuse(self, peer: Peer, who: str, code: str, detail: str) -> None:
@@ -145,17 +142,17 @@ class WorkerSessions:
         self._store.refusals.note(who, code, detail)
         self._outbox.send(peer, Reject(code=code, detail=detail, fatal=False))
 
-    def on_supervisor_hello(self, peer: Peer, hello: SupervisorHello, now: float, group: str | None) -> None:
+    def on_supervisor_hello(self, peer: Peer, hello: SupervisorHello, now: float, _group: str) -> None:
         """Note a supervisor, which may report deaths from now on. Refuse one of another fleet; do not answer ours.
 
-        If the fleet's own supervisor drains the fleet, end sampling.
+        If it drains the fleet, end sampling.
         """
         if self.same_fleet(peer, hello.fleet_id):
             self.supervisors.pop(peer, None)
-            self.supervisors[peer] = group
+            self.supervisors[peer] = None
             if len(self.supervisors) > BROKER_CONNECTIONS:  # the first has gone, or says HELLO with its next obituary
                 del self.supervisors[next(iter(self.supervisors))]
-            if hello.draining and group in (None, self._owners.own_group):
+            if hello.draining:
                 self._store.end_sampling()
 
     def same_fleet(self, peer: Peer, fleet_id: str) -> bool:
@@ -198,12 +195,12 @@ class WorkerSessions:
             source.close(source.totals, [], Discard.SHUTDOWN)
             self._store.end(source, Discard.SHUTDOWN)
 
-    def _free_slot(self, group: str | None, now: float) -> int:
+    def _free_slot(self, now: float) -> int:
         taken = {source.slot for source in self.peers.values()} | self._awaited(now)
         brokers = self._limits.brokers
         first = max(FIRST_ASSIGNED_SLOT, self._limits.workers)
         slots = count(first + (self._limits.index - first) % brokers, brokers)
-        return next(slot for slot in slots if slot not in taken and self._owners.may_join(slot, group))
+        return next(slot for slot in slots if slot not in taken)
 
     def _awaited(self, now: float) -> set[int]:
         """Return the slots whose workers may be on their way to this broker, which has just started.
@@ -376,11 +373,6 @@ class WorkerSessions:
         """
         if peer not in self.supervisors:
             self._outbox.ask_hello(peer, "say HELLO first: this may be another fleet's broker")
-            return
-        if not self._owners.may_tell_of(obituary.slot, self.supervisors[peer]):
-            owner = f"slot {obituary.slot} belongs to workers {of_group(self._owners.owner(obituary.slot))}"
-            detail = f"{owner}; only a supervisor of that group tells of their ends"
-            self._refuse(peer, "a supervisor", OTHER_GROUP, detail)
             return
         life = obituary.slot, obituary.incarnation
         source = self._store.sources.get(life)

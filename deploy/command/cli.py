@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
@@ -17,10 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import orjson
 import typer
 
-from headrace.deploy.command import groups_command, keys_command, monitoring_commands, redis_command, role_commands
+from headrace.deploy.command import keys_command, monitoring_commands, redis_command, role_commands
 from headrace.deploy.command.option_table import command
 from headrace.deploy.process.exit_record import exit_record_path, write_exit_record
 from headrace.deploy.process.service_manager import service_manager
@@ -45,7 +43,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.add_typer(groups_command.app, name="groups")
 app.add_typer(keys_command.app, name="keys")
 app.add_typer(redis_command.app, name="redis")
 app.add_typer(role_commands.app)
@@ -179,25 +176,6 @@ def _print_end(summary: Summary, config: FleetConfig, *, as_json: bool) -> None:
             print_summary(summary, sys.stdout)
             if line := next_command(summary, config):
                 typer.echo(f"play its policy: {line}")
-
-
-@command(app, "headrace ps", "headrace ps runs/a --json | python -m json.tool", options="run run_dir config as_json")
-def ps(asked: Asked, as_json: bool) -> None:
-    """Show the fleet's processes, whether they live, and workers that came from elsewhere."""
-    from headrace.deploy.process.proc_stat import is_alive
-    from headrace.deploy.report.ps import all_processes, reported, table
-    from headrace.deploy.run.fleet_file import read_fleet_file
-    from headrace.schemas.accounts.redis_keys import revoked_sessions
-
-    fleet = read_fleet_file(asked.run_dir() / "fleet.json")
-    seen, missing = reported(fleet)
-    rows, revoked = all_processes(fleet, seen, time.time()), revoked_sessions(seen.gauges)
-    if not as_json:
-        typer.echo(table(fleet, rows, missing, revoked))
-        return
-    supervisor = {"pid": fleet.supervisor_pid, "alive": is_alive(fleet.supervisor_pid)}
-    facts = {"fleet_id": fleet.fleet_id, "state": fleet.state, "endpoints": fleet.endpoints, "supervisor": supervisor}
-    typer.echo(orjson.dumps({**facts, "processes": rows, "sessions_revoked": revoked}).decode())
 
 
 @command(app, "headrace scale 8", "headrace scale 0 --run-dir runs/a", options="workers run_dir config")

@@ -60,8 +60,7 @@ def init(
 def add(role: Role, group: Group = "", folder: Folder = Path("keys")) -> None:
     """Make a key pair for one more group of peers, or one in place of a revoked pair.
 
-    Peers with a group's key can harm only workers of that group. A broker that runs with this folder admits the key
-    within seconds.
+    A group's key can be revoked alone. A broker that runs with this folder admits the key within seconds.
     """
     from headrace.deploy.run.key_pairs import add_key, where_to_copy
 

@@ -12,7 +12,6 @@ from headrace.deploy.run.redis_view import FleetView, LearnerRowView, Snapshot
 from headrace.schemas.errors import RedisUnavailableError
 
 INTERVAL_S = 0.25
-"""Pause between two reads."""
 
 MOST_ROWS = 10_000
 """Rows of the learner that are kept until they are taken."""

@@ -81,7 +81,6 @@ class Facts:
     recent: Sequence[Entry] = ()
     """(unix s, gauges and totals) of the newest two minutes, the oldest first, every 5 s."""
     disk_free_bytes: int | None = None
-    """Bytes free on the disk of the run directory."""
     redis_away_unix_s: float | None = None
     """Since when Redis has not answered the supervisor, as fleet.json says; None while it does."""
     failure: str = ""

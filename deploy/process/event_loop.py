@@ -54,7 +54,6 @@ class EventLoop:
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
         self.turns = 0
-        """Turns so far."""
 
     def watch(self, source: int | zmq.Socket[bytes], handler: Handler) -> None:
         """Call `handler` whenever `source` is readable."""

@@ -27,7 +27,6 @@ class ExitRecord(BaseModel):
     pid: int
     exit_code: int
     sentence: str = ""
-    """The sentence of the error that ended it."""
 
 
 def exit_record_path() -> Path | None:

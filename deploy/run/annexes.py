@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, str] = {
     "headrace.deploy.annexes.doctor.commands": "",
     "headrace.deploy.annexes.serving.commands": "",
     "headrace.deploy.annexes.recording.commands": "",
+    "headrace.deploy.annexes.recording.groups_command": "groups",
     "headrace.deploy.annexes.rerun.commands": "",
     "headrace.deploy.annexes.ray.commands": "ray",
     "headrace.deploy.annexes.slurm.commands": "slurm",

@@ -26,8 +26,6 @@ from headrace.schemas.credentials.keys import (
     ENV_HOST,
     ROLES,
     TOKEN_FILE,
-    read_broker_keys,
-    read_client_keys,
     server_of,
 )
 from headrace.schemas.credentials.known_keys import by_public
@@ -142,7 +140,7 @@ def wrong_files(folder: Path) -> list[KeysError]:
     checks: dict[str, Callable[[Path], object]] = {
         ".public": read_public_key,
         ".revoked": read_public_key,
-        ".secret": _check_pair,
+        ".secret": check_pair,
     }
     wrong = []
     for path in sorted(path for path in folder.iterdir() if path.suffix in checks):
@@ -261,24 +259,8 @@ def what_to_copy(folder: Path) -> str:
     )
 
 
-def sound_roles(folder: Path) -> list[str]:
-    """Return the roles that this machine can take with the keys in `folder`. Raises `KeysError` for an unsound key."""
-    if not folder.is_dir():
-        raise KeysError(str(folder), f"there is no such folder; headrace keys init --dir {folder}")
-    names = sorted(path.stem for path in folder.glob("*.secret"))
-    if not names:
-        raise KeysError(str(folder), "it has no .secret file; copy those that this machine needs")
-    for name in names:
-        role, _, group = name.partition(".")
-        _check_pair(folder / f"{name}.secret")
-        if role == BROKER:
-            read_broker_keys(folder)
-        else:
-            read_client_keys(folder, role, group)
-    return names
-
-
-def _check_pair(path: Path) -> None:
+def check_pair(path: Path) -> None:
+    """Raise `KeysError` unless the two halves in a .secret file are of one key."""
     pair = read_key_file(path)
     if zmq.curve_public(pair["secret"].encode()).decode() != pair["public"]:
         raise KeysError(str(path), "its two halves are of different keys; copy it again")

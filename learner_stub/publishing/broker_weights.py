@@ -51,9 +51,6 @@ class BrokerWeights:
         self.seq = 0
         """Number of the newest version; before the first, the newest that an earlier publisher of this process sent."""
         self.acknowledged: Version = (0, 0)
-        self.takes_bits = False
-        """True if the broker takes dtypes that numpy lacks."""
-        self._merges = False
         self.joined = False
         """True while the broker has welcomed this publisher, and answers."""
         self.refusal: tuple[str, str] | None = None
@@ -102,7 +99,7 @@ class BrokerWeights:
         self.seq, self._arrays, self._digest = seq, arrays, digest
         try:
             if self.epoch:  # else after the first WELCOME
-                is_part = self._merges and before[2] != "" and len(changed) < len(arrays)
+                is_part = before[2] != "" and len(changed) < len(arrays)
                 self._send_weights({name: arrays[name] for name in changed} if is_part else None, before[2])
         except EncodeError:
             self.seq, self._arrays, self._digest = before
@@ -241,8 +238,7 @@ class BrokerWeights:
         self.joined = True
         self.rows.send_again()
         self._fleet_id = welcome.fleet_id
-        self.epoch, self.takes_bits = welcome.epoch, welcome.takes_weight_bits
-        self._merges = welcome.merges_weights
+        self.epoch = welcome.epoch
         self._share_memory(shared=welcome.maps_weights and is_own_address(self.link.endpoint))
         connection.shared(self.link.token).learn_weights(welcome)
         if self._arrays is None and welcome.published[0] == self.epoch:

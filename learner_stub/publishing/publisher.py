@@ -174,8 +174,6 @@ class WeightPublisher(Closable):
                 arrays = merge_published(before, arrays)
             elif partial:
                 raise EncodeError("this publisher has sent no version of which this can be a part; publish all weights")
-            if not all(broker.takes_bits for broker in self._brokers):
-                arrays = each_once(widened, arrays)  # for brokers before 1.1
             if told := connection.shared(self.token).weights:
                 arrays = fit_published(arrays, *told)
             changed = {n: a for n, a in arrays.items() if before.get(n) is not a} if partial else arrays

@@ -33,7 +33,6 @@ class RowQueue:
     def __init__(self) -> None:
         self._rows: deque[LearnerRow] = deque(maxlen=MOST_WAITING)
         self._sent = 0
-        """Number of the newest row sent."""
         self._number = 0
         self._not_before = 0.0
         self._not_finite: set[str] = set()

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from headrace.learner_stub.reference.ppo import PPO, training_arrays, training_tensors
 from headrace.learner_stub.reference.training_stats import Metrics, TrainingStats
+from headrace.learner_stub.rollouts.connector_merger import ConnectorMerger
 from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, StopDeadline
 from headrace.learner_stub.rollouts.module import build_frozen_module, build_module
-from headrace.learner_stub.streaming.connector_merger import ConnectorMerger
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ModuleError

@@ -1,1 +1,1 @@
-"""From batches to tensors: rollouts, minibatches, returns and log-probs."""
+"""From batches to tensors: rollouts, minibatches, returns and log-probs; and what connectors have learnt."""

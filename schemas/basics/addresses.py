@@ -11,7 +11,6 @@ _LOCAL_HOST = r"\[[0-9A-Fa-f:.]+%[A-Za-z0-9_.-]+\]"
 """Pattern of an address that is known to one network interface alone."""
 
 PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"
-"""Pattern of the number of a port."""
 
 SOCKET = r"ipc:///[^\x00-\x1f\x7f-\x9f]{1,106}"
 """Pattern of the endpoint of a Unix socket. Its path may have spaces, and no line breaks: they would forge log lines.

@@ -36,13 +36,11 @@ MOST_SECONDS = 1e10
 """More than three centuries."""
 
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
-"""A span of time."""
 
 MOST_SILENCE_S = 86_400.0
 """A day: the longest lease, and the longest time that a peer may announce to be silent."""
 
 Natural = Annotated[int, Field(ge=0, le=MOST_COUNT)]
-"""A count."""
 
 Positive = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 

@@ -39,7 +39,6 @@ _EXIT_CODES = {
     "keys": ExitCode.KEYS,
     "key_revoked": ExitCode.KEYS,
     "wrong_role": ExitCode.KEYS,
-    "other_group": ExitCode.KEYS,
     "unknown_group": ExitCode.CONFIG,
     "group_declared": ExitCode.CONFIG,
     "too_many_groups": ExitCode.CONFIG,

@@ -24,7 +24,6 @@ except ImportError:
 LZ4 = "lz4"
 
 Encodings = Annotated[ListOf[Annotated[str, Field(max_length=20)]], Field(max_length=16)]
-"""The encodings that a peer reads, by name."""
 
 _LEAST_BYTES = 4096
 _MOST_SHARE = 0.9

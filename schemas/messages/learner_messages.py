@@ -142,10 +142,6 @@ class LearnerWelcome(Message):
     weight_kinds: ModuleKinds = {}
     maps_weights: bool = False
     """True if the broker takes announced weights from its machine's memory."""
-    takes_weight_bits: bool = False
-    """True if it takes weights of dtypes that numpy lacks, as bits under the dtype's name."""
-    merges_weights: bool = False
-    """True if it takes a part of the weights, and has the others from the version before."""
     ranks: Ranks | None = None
     """In answer to a rank: where rank 0 serves; None while it has no stream here."""
 

@@ -39,7 +39,6 @@ CONNECTORS = "connectors/"
 T = TypeVar("T")
 
 Shapes = Mapping[str, Sequence[int]]
-"""Shape of each of a module's tensors, by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,7 +245,7 @@ class KeysSection(ConfigSection):
     """folder that `headrace keys init` made, or a copy of this machine's part; empty: no keys"""
     group: str = ""
     """group of this machine's keys; empty: that of the only key of its role in the folder, or among several the default
-    group; for `up` and the broker, the group of the fleet's own workers"""
+    group"""
 
     @field_validator("group")
     @classmethod

@@ -21,7 +21,7 @@ from headrace.schemas.basics.run_files import read_regular, read_stream
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.settings import ENV_PREFIX
-from headrace.schemas.settings.config import FleetConfig, is_loopback
+from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.nearest_names import REMOVED, nearest_name
 
 log = logging.getLogger(__name__)
@@ -171,24 +171,8 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError("is not an object of sections", source=str(path))
     _check_sizes(tree, str(path))
     if path.name in _OF_RUNS:
-        _take_unix_sockets(tree)
         _leave_out_unknown(tree, path)
     return tree
-
-
-def _take_unix_sockets(tree: dict[str, Any]) -> None:
-    """Give a run of an earlier version Unix sockets where it had them, or ports on loopback with a token, not keys."""
-    broker, serving, sampling = (tree.get(section) for section in ("broker", "serving", "sampling"))
-    if not isinstance(broker, dict) or "transport" not in broker:
-        return
-    keys, had_sockets = tree.get("keys"), broker.pop("transport") == "ipc"
-    had_token = not (broker.get("allow_insecure") or (isinstance(keys, dict) and keys.get("dir")))
-    if had_sockets or (had_token and is_loopback(str(broker.get("host", "")))):
-        broker.update(host="", port=0, advertise="")
-        if isinstance(sampling, dict):
-            sampling["env_hosts_port"] = 0
-    if had_token and isinstance(serving, dict) and is_loopback(str(serving.get("host", ""))):
-        serving.update(host="", port=0)
 
 
 def _leave_out_unknown(tree: dict[str, Any], path: Path) -> None:

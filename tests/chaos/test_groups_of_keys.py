@@ -65,7 +65,7 @@ def headrace(*arguments: str) -> list[str]:
 
 
 @pytest.mark.thorough
-def test_a_strangers_key_of_one_group_harms_no_slot_of_another_and_can_be_revoked(tmp_path: Path) -> None:
+def test_a_strangers_key_speaks_for_no_life_of_another_and_can_be_revoked(tmp_path: Path) -> None:
     keys, elsewhere = tmp_path / "keys", tmp_path / "elsewhere"
     make_keys(keys)
     add_key(keys, "worker", "gpu")
@@ -85,7 +85,7 @@ def test_a_strangers_key_of_one_group_harms_no_slot_of_another_and_can_be_revoke
         fleet.wait_until(lambda: accepted(fleet, 1000), "a worker of the second group delivers")
 
         stranger = stack.enter_context(Stranger(fleet.endpoint("worker"), read_client_keys(elsewhere, "worker")))
-        assert attack(stranger, fleet_id) == ["other_group", "wrong_role", "unknown_peer"]
+        assert attack(stranger, fleet_id) == ["slot_taken", "wrong_role", "unknown_peer"]
         before = accepted(fleet, 0)
         fleet.wait_until(lambda: accepted(fleet, 0) > before, "the attacked worker goes on")
 
@@ -110,8 +110,8 @@ def test_a_strangers_key_of_one_group_harms_no_slot_of_another_and_can_be_revoke
 
 
 def attack(stranger: Stranger, fleet_id: str) -> list[str]:
-    """What the broker says to a claim of the fleet's own slot, to a supervisor with a worker's key, and its news."""
-    life: dict[str, Any] = {"slot": 0, "incarnation": 2}
+    """What the broker says to a claim of the fleet's own life, to a supervisor with a worker's key, and its news."""
+    life: dict[str, Any] = {"slot": 0, "incarnation": 1}
     dead = Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason="worker_killed")
     answers = [
         stranger.ask(WorkerHello(fleet_id=fleet_id, token="x", **life)),

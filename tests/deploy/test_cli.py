@@ -16,10 +16,10 @@ from typing import Any
 import orjson
 import pytest
 
+from headrace.deploy.annexes.watch.state.ps import all_processes, table
 from headrace.deploy.command import cli, entry
 from headrace.deploy.command.option_table import TABLE
 from headrace.deploy.process.stop_signals import StopSignals
-from headrace.deploy.report.ps import all_processes, table
 from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry, WaitingEntry
 from headrace.deploy.run.options import recipes
 from headrace.deploy.run.redis_view import Snapshot

@@ -13,13 +13,13 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.annexes.doctor.examination import examine
+from headrace.deploy.annexes.doctor.examination import examine, sound_roles
+from headrace.deploy.annexes.watch.state.ps import table
 from headrace.deploy.report.progress import ProgressView
-from headrace.deploy.report.ps import table
 from headrace.deploy.run import key_pairs
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.run.goal import Goal, RunNumbers
-from headrace.deploy.run.key_pairs import add_key, listed_keys, make_keys, revoke_key, sound_roles, where_to_copy
+from headrace.deploy.run.key_pairs import add_key, listed_keys, make_keys, revoke_key, where_to_copy
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.redis_keys import SESSIONS_REVOKED, labelled
 from headrace.schemas.credentials.key_files import read_key_file

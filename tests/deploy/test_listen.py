@@ -11,7 +11,6 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import orjson
 import pytest
 
 from headrace.deploy.monitoring.connecting import how_to_connect
@@ -117,55 +116,3 @@ def test_the_line_names_the_key_of_the_group_and_the_port_for_env_hosts_where_th
         section, _, name = key.partition(".")
         given.setdefault(section, {})[name] = int(value) if value.isdecimal() else value
     assert build_config(given).env_hosts_host == "0.0.0.0", "the worker takes its settings, and serves env hosts by TCP"
-
-
-def earlier_settings(run: Path, **changes: object) -> None:
-    """Give both settings files of a run the form of an earlier version: broker.transport, and ports on loopback."""
-    for name in ("settings.json", "config.json"):
-        tree = orjson.loads((run / name).read_bytes())
-        tree["broker"].update({"transport": "tcp", "host": "127.0.0.1", "port": 5701})
-        tree["serving"].update({"host": "127.0.0.1", "port": 0})
-        for key, value in changes.items():
-            section, _, field = key.partition("__")
-            tree[section][field] = value
-        (run / name).write_bytes(orjson.dumps(tree))
-
-
-def test_a_run_of_an_earlier_version_goes_on_by_unix_sockets(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with RunningFleet(run, *SMALL, "--until-steps", "200") as first:
-        assert first.finish()["returncode"] == 0
-    earlier_settings(run)
-    shutil.rmtree(run / "ipc")
-    page = orjson.loads((run / "broker.json").read_bytes())
-    page["endpoints"] = {role: f"tcp://127.0.0.1:{5701 + n}" for n, role in enumerate(("worker", "learner", "weights"))}
-    (run / "broker.json").write_bytes(orjson.dumps(page))
-    (run / "token").write_text("an earlier version's\n")
-    with RunningFleet(run, "--until-steps", "200", place="--resume") as again:
-        result = again.finish()
-    assert (result["returncode"], result["balanced"]) == (0, True), result["stderr"]
-    assert result["env_steps"] >= 400, "it goes on with the books of before"
-    assert again.endpoint("worker") == f"ipc://{run}/ipc/worker"
-
-
-@pytest.mark.parametrize(
-    ("changes", "host", "port"),
-    [
-        ({"keys__dir": "/keys"}, "127.0.0.1", 5701),
-        ({"broker__allow_insecure": True}, "127.0.0.1", 5701),
-        ({"broker__advertise": "tunnel.example", "sampling__env_hosts_port": 5800}, "", 0),
-        ({"broker__transport": "ipc", "broker__port": 0, "keys__dir": "/keys"}, "", 0),
-    ],
-    ids=["keys", "insecure", "advertised", "ipc with keys"],
-)
-def test_settings_of_an_earlier_run_keep_tcp_with_keys_or_without_and_no_token(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, object], host: str, port: int
-) -> None:
-    for name in ("settings.json", "config.json"):
-        (tmp_path / name).write_bytes(orjson.dumps(build_config({}).model_dump(mode="json")))
-    earlier_settings(tmp_path, **changes)
-    for name in ("settings.json", "config.json"):
-        loaded, _ = load_config(tmp_path / name, {})
-        assert (loaded.broker.host, loaded.broker.port) == (host, port)
-        assert loaded.keys.dir == changes.get("keys__dir", "")
-    assert "have no effect" not in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -146,9 +147,15 @@ def change_keys(fleet: SystemdMachine, workers: SystemdMachine, page: Page) -> N
     copy_keys(page.line("scp -p .*gpu"), fleet, workers)
     drop_in = page.block("ini")
     (workers.etc / "systemd" / "system" / f"{WORKERS}.service.d" / "group.conf").write_text(drop_in)
+    before = incarnations(fleet)
     workers.run(f"{page.line('systemctl daemon-reload')} && {page.line('systemctl restart ')}")
-    wait_until(lambda: '"gpu"' in fleet.run(f"cat {RUN}/broker.json"), "a slot of the new group", pause_s=0.5)
+    wait_until(lambda: incarnations(fleet) != before, "a worker of the new group", pause_s=0.5)
     fleet.run(page.line("headrace keys revoke "))
+
+
+def incarnations(fleet: SystemdMachine) -> dict[str, int]:
+    known: dict[str, int] = json.loads(fleet.run(f"cat {RUN}/broker.json"))["incarnations"]
+    return known
 
 
 def give_settings(fleet: SystemdMachine, workers: SystemdMachine, page: Page) -> None:

@@ -218,5 +218,5 @@ def test_settings_that_are_no_connectors_are_named(spec: Any, error: type[Except
 
 
 def test_merging_needs_no_torch() -> None:
-    program = "import sys; import headrace.learner_stub.streaming.connector_merger; sys.exit('torch' in sys.modules)"
+    program = "import sys; import headrace.learner_stub.rollouts.connector_merger; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -12,8 +12,8 @@ import torch
 
 from headrace.learner_stub.reference.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies, build_policies
 from headrace.learner_stub.reference.ppo import PPO, training_arrays
+from headrace.learner_stub.rollouts.connector_merger import ConnectorMerger
 from headrace.learner_stub.rollouts.module import TrainableModule
-from headrace.learner_stub.streaming.connector_merger import ConnectorMerger
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces

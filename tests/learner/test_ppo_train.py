@@ -20,10 +20,10 @@ from headrace.learner_stub.reference import training
 from headrace.learner_stub.reference.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies
 from headrace.learner_stub.reference.ppo import PPO
 from headrace.learner_stub.reference.training import _position_in, gather, run_learner, train
+from headrace.learner_stub.rollouts.connector_merger import ConnectorMerger
 from headrace.learner_stub.rollouts.interruption import AbandonedUpdateError
 from headrace.learner_stub.rollouts.module import TrainableModule
 from headrace.learner_stub.streaming import stream
-from headrace.learner_stub.streaming.connector_merger import ConnectorMerger
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd

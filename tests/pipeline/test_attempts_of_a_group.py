@@ -1,4 +1,4 @@
-"""A stranger with the keys of one group tries to harm the slots of others, at a real broker.
+"""A stranger with the key of a worker or a supervisor tries to speak for workers that live, at a real broker.
 
 The threat model has the table of these attempts and of the broker's answers, row by row.
 """
@@ -73,11 +73,9 @@ class Attempt:
 
 
 NOT_HEARD = "the handshake fails"
-OWN, OTHERS = "the fleet's own slot", "a slot of another group"
+OWN = "the fleet's own slot"
 ATTEMPTS = [
-    Attempt("worker", f"join in {OWN}", [joins(slot=OWN_SLOT, incarnation=2)], "`other_group`"),
-    Attempt("worker", f"join in {OWN} as its present life", [joins(**LIFE)], "`other_group`"),
-    Attempt("worker", f"join in {OTHERS}", [joins(slot=OTHERS_SLOT, incarnation=2)], "`other_group`"),
+    Attempt("worker", f"join in {OWN} as its present life", [joins(**LIFE)], "`slot_taken`"),
     Attempt("worker", "join in no named slot", [joins()], "`welcome`"),
     Attempt("worker", f"send a batch of {OWN}", [batch()], "`unknown_peer`"),
     Attempt(
@@ -98,20 +96,7 @@ ATTEMPTS = [
     ),
     Attempt("worker", "pull weights before it has joined", [WeightsPull(offset=0, length=1)], "`unknown_peer`"),
     Attempt("worker", "connect to the learners' port", [], NOT_HEARD, "learner"),
-    Attempt(
-        "supervisor",
-        f"report the death of a next life of {OWN}",
-        [supervises(), Obituary(**LAST | {"incarnation": 2})],
-        "`other_group`",
-    ),
-    Attempt(
-        "supervisor",
-        f"report the death of a next life of {OTHERS}",
-        [supervises(), Obituary(**LAST | {"slot": OTHERS_SLOT, "incarnation": 2})],
-        "`other_group`",
-    ),
     Attempt("supervisor", "report a death without HELLO", [Obituary(**LAST)], "`unknown_peer`"),
-    Attempt("supervisor", "end sampling", [supervises(draining=True)], "nothing"),
     Attempt("supervisor", f"join in {OWN}", [joins(slot=OWN_SLOT, incarnation=2)], "`wrong_role`"),
     Attempt("supervisor", "connect to the learners' port", [], NOT_HEARD, "learner"),
     Attempt("supervisor", "listen at the weights' port", [], NOT_HEARD, "weights"),
@@ -124,7 +109,7 @@ def test_the_threat_model_has_a_row_for_each_attempt() -> None:
     assert rows == [(attempt.key, attempt.tries, attempt.happens) for attempt in ATTEMPTS]
 
 
-def test_no_attempt_with_one_groups_keys_harms_a_slot_of_another(
+def test_no_attempt_with_a_key_speaks_for_a_life_of_another(
     start_broker: StartBroker, start_feeder: StartFeeder, tmp_path: Path
 ) -> None:
     """All attempts, one after each batch of two honest workers, whose books stay exact."""

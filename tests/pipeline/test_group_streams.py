@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headrace.deploy.command import groups_command
+from headrace.deploy.annexes.recording import groups_command
 from headrace.deploy.command.cli import app
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.streaming import stall_detector

@@ -412,27 +412,6 @@ def connected(
     return socket, monitor
 
 
-def test_a_slot_stays_with_its_key_group_after_a_broker_restart(
-    start_broker: StartBroker, start_feeder: StartFeeder, folder: Path, tmp_path: Path
-) -> None:
-    add_key(folder, "worker", "gpu")
-    gpu = read_client_keys(folder, "worker", "gpu")
-    first = start_broker(keys=read_broker_keys(folder))
-    owner = start_feeder(first.endpoints.worker, slot=None, keys=gpu)
-    wait_until(lambda: is_active(owner) and owner.session.slot == 1000, "the slot of a worker from elsewhere")
-    first.stop()
-    second = start_broker(keys=read_broker_keys(folder))
-    thief = start_feeder(second.endpoints.worker, slot=1000, incarnation=2, keys=keys_of(folder))
-    assert "slot 1000 belongs to workers of group gpu" in why_ended(thief)
-    wait_until(lambda: second.rows().keys() == {(1000, 1)}, "the owner is back")
-    loop = EventLoop()
-    told = ObituarySender(loop, second.endpoints.worker, FLEET, tmp_path, keys_of(folder, "worker"))
-    told.send(Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason="worker_killed"))
-    assert loop.turn_until(lambda: second.ask(lambda asked: asked.core.refusals.total) > 1, TIMEOUT_S), "it is refused"
-    told.close()
-    assert is_active(owner)
-
-
 def test_a_workers_port_lets_in_all_groups_of_env_hosts_until_their_key_is_revoked(folder: Path) -> None:
     add_key(folder, ENV_HOST, "lab")
     port = RouterPort(("127.0.0.1", 0), port_keys(str(folder), ENV_HOST))

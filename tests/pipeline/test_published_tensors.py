@@ -184,16 +184,6 @@ def test_bits_of_weights_are_refused_in_other_messages() -> None:
         decode(frames)
 
 
-def test_a_broker_that_does_not_know_bfloat16_gets_float32(broker: BrokerThread, publisher: WeightPublisher) -> None:
-    (session,) = publisher._brokers
-    assert session.takes_bits
-    for takes, dtype in ((True, BIT_DTYPES["bfloat16"]), (False, np.dtype(np.float32))):
-        session.takes_bits = takes
-        publisher.publish({"w": torch.ones(3, dtype=torch.bfloat16)})
-        wait_until(lambda: publisher.pump(0.01) or publisher.acknowledged == (1, publisher.seq), "the broker's word")
-        assert decode(broker.ask(lambda b: b.relay.frames)).arrays["w"].dtype == dtype
-
-
 @pytest.mark.parametrize("size", [3_000, 300_000])
 def test_tied_parameters_are_sent_once(
     size: int, broker: BrokerThread, publisher: WeightPublisher, stream: EpisodeStream, start_worker: StartWorker

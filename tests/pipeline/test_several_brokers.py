@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.broker.batches.limits import BrokerLimits, BrokerState
-from headrace.broker.batches.slot_owners import SlotOwners
+from headrace.broker.batches.limits import BrokerLimits
+from headrace.broker.sessions.hello_rights import judge_hello
 from headrace.deploy.run.options import Asked, resolve_each
 from headrace.deploy.run.several_brokers import at_broker, index_for
 from headrace.learner_stub import EpisodeStream, WeightPublisher
@@ -277,10 +277,10 @@ def test_a_broker_gives_out_and_takes_only_its_own_slots(
         feeders = [start_feeder(broker.endpoints.worker, slot=None, fleet_id=FLEETS[index]) for _ in range(2)]
         wait_until(lambda of=feeders: all(feeder.session.slot is not None for feeder in of), "their slots")
         assert sorted(feeder.session.slot for feeder in feeders) == [1000 + index, 1002 + index]
-    owners = SlotOwners(BrokerLimits(brokers=2, index=1), BrokerState())
-    owners.judge(WorkerHello(fleet_id="pair.1", token="t", slot=3, incarnation=1), None)
+    second = BrokerLimits(brokers=2, index=1)
+    judge_hello(WorkerHello(fleet_id="pair.1", token="t", slot=3, incarnation=1), None, second)
     with pytest.raises(DecodeError, match="slot 2 belongs to broker 0 of 2, and this is broker 1"):
-        owners.judge(WorkerHello(fleet_id="pair.1", token="t", slot=2, incarnation=1), None)
+        judge_hello(WorkerHello(fleet_id="pair.1", token="t", slot=2, incarnation=1), None, second)
 
 
 def test_settings_of_several_brokers_are_resolved_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ import redis
 from headrace.broker.redis.client import connect
 from headrace.broker.redis.commands import USERS
 from headrace.deploy.annexes.chaos.deep_audit import audit_deeply
+from headrace.deploy.annexes.watch.state.ps import reported
 from headrace.deploy.fleet.checkpoint_copy import copies_in
 from headrace.deploy.report.audit import audit_run
-from headrace.deploy.report.ps import reported
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.redis_server import check_url
 from headrace.deploy.run.redis_users import make_users

@@ -261,35 +261,6 @@ def test_a_run_of_another_version_is_resumed_without_the_settings_that_are_unkno
         load_config(settings.rename(tmp_path / "mine.json"), environ={})
 
 
-@pytest.mark.parametrize(
-    ("before", "host", "serving_host"),
-    [
-        ({}, "", ""),
-        ({"keys": {"dir": "/keys"}}, "127.0.0.1", "127.0.0.1"),
-        ({"allow_insecure": True}, "127.0.0.1", "127.0.0.1"),
-    ],
-    ids=["token", "keys", "insecure"],
-)
-def test_a_run_of_an_earlier_version_resumes_with_unix_sockets_where_it_had_a_token(
-    tmp_path: Path, before: dict[str, Any], host: str, serving_host: str
-) -> None:
-    settings = tmp_path / "settings.json"
-    broker = {"transport": "tcp", "host": "127.0.0.1", "port": 5701, "allow_insecure": "allow_insecure" in before}
-    serving = {"enabled": True, "host": "127.0.0.1", "port": 5900, "http_port": 5950}
-    sections = {
-        "broker": broker,
-        "serving": serving,
-        "sampling": {"env_hosts_port": 5800},
-        "keys": before.get("keys", {}),
-    }
-    settings.write_bytes(orjson.dumps(sections))
-    config, _ = load_config(settings, environ={})
-    assert (config.broker.host, config.serving.host) == (host, serving_host)
-    ports = (config.broker.port, config.serving.port, config.sampling.env_hosts_port)
-    assert ports == ((5701, 5900, 5800) if host else (0, 0, 0))
-    assert config.serving.http_port == 5950
-
-
 def test_unknown_keys_of_flags_and_environment_are_named_with_their_origin() -> None:
     with pytest.raises(ConfigError, match=r"worker.window_batch: .* worker.window_batches\? \(from flag\)"):
         load_config(flags={"worker.window_batch": 3}, environ={})

@@ -13,7 +13,7 @@ from dm_env import specs
 
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
-from headrace.workers.envs.dm_envs import DmEnv, space_of
+from headrace.workers.adapters.dm_envs import DmEnv, space_of
 from support.envs.toy import check_books, runner
 
 

@@ -18,7 +18,6 @@ from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.adapters.gym_vector_env import GymVectorEnv
 from headrace.workers.callbacks import RunnerCallback
-from headrace.workers.envs.remote.env_messages import EnvHostHello
 from support.envs.tasked import (
     NONE,
     Asking,
@@ -136,37 +135,6 @@ def test_envs_on_hosts_get_their_tasks(tmp_path: Path) -> None:
     inline = sample(runner(f"{HERE}:Taught"), *PLAN)
     assert {1.0, 2.0, 3.0, 7.0, 8.0} < set(check(chunks))
     assert brief(chunks) == brief(inline)
-
-
-@pytest.mark.processes
-def test_a_host_of_a_version_without_tasks_is_refused_when_tasks_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(
-        "headrace.workers.envs.remote.pool.read",
-        lambda kind, header: kind.model_validate({**header, "takes_tasks": False} if kind is EnvHostHello else header),
-    )
-    with EnvHosts(tmp_path) as hosts:
-        host = hosts.start(f"{HERE}:Taught", 3)
-        sampler = runner(f"{HERE}:Taught", env_placement="remote", **hosts.at)
-        chunks = list(sampler.sample_fragment())
-        sampler.set_tasks(told(1, 4.0))
-        waited: list[str] = []
-
-        def stop_waiting() -> None:
-            waited.append("")
-            if "cannot take tasks" in caplog.text and host.poll() is not None:
-                raise KeyboardInterrupt
-
-        def sample_on() -> None:
-            for _ in range(9):
-                chunks.extend(sampler.sample_fragment(on_wait=stop_waiting))
-
-        with pytest.raises(KeyboardInterrupt):
-            sample_on()
-        sampler.stop()
-    assert set(check(chunks)) == {NONE}
-    assert "update Headrace on its machine" in hosts.log(0).read_text()
 
 
 @pytest.mark.processes

@@ -1,1 +1,1 @@
-"""Vectors of envs for learners of other libraries, which step their envs by themselves."""
+"""Envs of other libraries as ours, and ours as those of learners of other libraries, which step envs themselves."""

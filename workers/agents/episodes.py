@@ -59,7 +59,6 @@ class MultiAgentEpisode(Episode):
     early_rewards: dict[Any, float] = field(default_factory=dict)
     """Rewards of agents that have not appeared yet."""
     t: int = 0
-    """Env steps taken."""
     t_cut: int = 0
     """Env steps that were delivered."""
     acting: list[Seat] = field(default_factory=list)

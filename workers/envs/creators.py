@@ -22,6 +22,7 @@ from headrace.schemas.errors import (
     missing_env_error,
     words_of,
 )
+from headrace.workers.annex_parts import part
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.error_text import seed_hint
 from headrace.workers.envs.ownership import claim
@@ -89,9 +90,7 @@ def build_env(creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
     claim(env, context.life, context.vector_index, recreated=context.recreated)
     if "dm_env" in sys.modules:
         # The creator has loaded it. dm_env is no dependency of Headrace.
-        from headrace.workers.envs.dm_envs import adapt
-
-        env = adapt(env)
+        env = part("as_gymnasium")(env)
     seen = f"{type(env).__module__}.{type(env).__qualname__}"
     if hasattr(getattr(env, "unwrapped", env), "possible_agents"):  # gymnasium's wrappers hide it
         expected = (

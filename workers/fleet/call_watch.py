@@ -14,7 +14,6 @@ from headrace.schemas.basics.bounds import MOST_SILENCE_S
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-"""Seconds between two looks."""
 _LIMITS_S = {UserCall.OTHER: 300.0, UserCall.PROCESSES: MOST_SILENCE_S}
 """Seconds that a policy, a connector or a callback may take: its first pass may compile it. Others have settings."""
 _MARGIN_S = 2.0

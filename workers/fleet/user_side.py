@@ -30,7 +30,6 @@ from headrace.workers.metrics.call_mark import CallMark, CallWords
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 0.1
-"""Seconds between two looks at the state of the process."""
 _ENV_ROOMS = "headrace.workers.envs.", "headrace.workers.agents."
 """Prefixes of the modules that call envs."""
 

@@ -87,7 +87,6 @@ class WeightsReceiver:
         self.fleet_id = fleet_id
         self._shared = shared
         self.newest: Version = (0, 0)
-        """The newest version collected."""
         self._ready: WeightsVersion | None = None
         self._whole: WeightsVersion | None = None
         """The same, for parts of later ones. This machine's memory has it anyway."""

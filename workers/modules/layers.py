@@ -79,7 +79,6 @@ class KeptLayers:
         self._layers = layers
         self._relu = relu
         self.outputs: int = layers[-1][0].shape[1]
-        """Number of the head's outputs."""
         self.make_room(0)
 
     def make_room(self, rows: int) -> None:

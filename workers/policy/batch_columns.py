@@ -18,7 +18,6 @@ from headrace.workers.policy.acting import SAMPLERS_OWN
 from headrace.workers.policy.action_chunks import ActionChunks, make_actor
 
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
-"""The dtype and shape of one row of a column."""
 
 
 @dataclass(frozen=True, slots=True)

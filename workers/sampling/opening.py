@@ -20,7 +20,6 @@ from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.process.pool import open_processes
 from headrace.workers.envs.vector import EnvVector, OpenBackend
 from headrace.workers.envs.vector_env import UserVectorEnvs, VectorEnv
-from headrace.workers.envs.vector_processes import limited_construction
 
 OnWait = Callable[[str], None] | None
 
@@ -38,7 +37,7 @@ def open_envs(table: LaneTable, on_wait: OnWait = None) -> EnvDriver:
     if config.gym_env_vectorize_mode is not None:
         opened = part("open_native")(table)
         return opened
-    first = first_env(table, limited_construction(config.construct_timeout_s))
+    first = first_env(table, part("limited_construction")(config.construct_timeout_s))
     driver = own_driver(first)
     check_batch_wait(config, has_own_driver=driver is not None)
     if driver is not None:

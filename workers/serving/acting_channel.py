@@ -57,7 +57,6 @@ class ActingChannel:
         self._newest, self._blob = ClientPart(version=(0, 0), offset=0), b""
         """The header of the first piece of the newest weights that were asked for, and all their bytes."""
         self._digest = ""
-        """The digest of the offered weights."""
         self._deliveries: deque[Delivery] = deque()
         self._readers: dict[str, tuple[BatchReader, PolicyColumns]] = {}
         """Reader and columns by module; empty while no chunks are taken."""

@@ -56,12 +56,10 @@ class ServingLimits:
     """Seconds that a session may be silent before it ends."""
     max_sessions: int = 1024
     max_episodes: int = 1024
-    """Most open episodes of one session."""
     remembered_episodes: int = 64
     """Finished episodes of one session that are kept, because their last request may be repeated."""
     max_message_bytes: int = 16 << 20
     max_connections: int = 1024
-    """Most HTTP connections."""
     read_s: float = 10.0
     """Seconds for which an HTTP client may send nothing of a request that it has begun."""
 

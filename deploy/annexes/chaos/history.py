@@ -39,7 +39,6 @@ class History:
 
     problems: list[str] = field(default_factory=list)
     broken: int = 0
-    """Number of broken promises."""
     steps: Counter[Life] = field(default_factory=Counter)
     batches: int = 0
     episodes: int = 0

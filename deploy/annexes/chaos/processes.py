@@ -43,11 +43,8 @@ class Folders:
         self.truth = root / "truth"
         """The files with a byte a step."""
         self.record = root / "record"
-        """The folder of the recording learner."""
         self.logs = root / "logs"
-        """The output of the trial's own processes."""
         self.config = root / "config.json"
-        """The configuration of the fleet."""
 
 
 @dataclass

@@ -37,7 +37,6 @@ class Relay:
         self._may_pass.set()
         self._folder = new_socket_folder()
         self.endpoint = endpoint_of(self._folder, "relay")
-        """The address to connect to."""
         path = self.endpoint.removeprefix(SCHEME)
         self._server = self._loop.run_until_complete(asyncio.start_unix_server(self._serve, path))
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)

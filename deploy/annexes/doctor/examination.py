@@ -19,10 +19,10 @@ from headrace.deploy.annexes.doctor.limits import Needs, limit_checks, open_file
 from headrace.deploy.annexes.doctor.network import advertised_checks, meeting_checks, port_checks, reachability_check
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
-from headrace.deploy.run.key_pairs import sound_roles
+from headrace.deploy.run.key_pairs import check_pair
 from headrace.deploy.run.redis_server import check_url, find_server
 from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torch_threads
-from headrace.schemas.credentials.keys import ENV_HOST, TOKEN_FILE
+from headrace.schemas.credentials.keys import BROKER, ENV_HOST, TOKEN_FILE, read_broker_keys, read_client_keys
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import HeadraceError, KeysError, RunDirError
 from headrace.schemas.settings.config import FleetConfig, is_loopback
@@ -96,6 +96,23 @@ def key_checks(config: FleetConfig) -> Iterator[Check]:
         yield Check("keys", Verdict.WARN, f"{seen}; others may add files (mode {mode:04o})", f"chmod 700 {folder}")
     else:
         yield Check("keys", Verdict.OK, seen)
+
+
+def sound_roles(folder: Path) -> list[str]:
+    """Return the roles that this machine can take with the keys in `folder`. Raises `KeysError` for an unsound key."""
+    if not folder.is_dir():
+        raise KeysError(str(folder), f"there is no such folder; headrace keys init --dir {folder}")
+    names = sorted(path.stem for path in folder.glob("*.secret"))
+    if not names:
+        raise KeysError(str(folder), "it has no .secret file; copy those that this machine needs")
+    for name in names:
+        role, _, group = name.partition(".")
+        check_pair(folder / f"{name}.secret")
+        if role == BROKER:
+            read_broker_keys(folder)
+        else:
+            read_client_keys(folder, role, group)
+    return names
 
 
 def _without_keys(config: FleetConfig) -> Check:

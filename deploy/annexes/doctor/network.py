@@ -18,7 +18,6 @@ from headrace.schemas.peers.worker_port_choice import WorkerPortChoice
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 
 CONNECT_S = 3.0
-"""Seconds that a connection may take."""
 _ANSWER_S, _LOOK_S = 6.0, 0.1
 _MOST_WORKERS = 8
 """Workers to which an env host's machine tries to connect at most: each may take `CONNECT_S`."""

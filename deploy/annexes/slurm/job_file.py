@@ -33,9 +33,7 @@ class JobFile(BaseModel):
     workers: list[_JobId] = Field(default=[], max_length=_MOST_ARRAYS)
     env_hosts: list[_JobId] = Field(default=[], max_length=_MOST_ARRAYS)
     worker_tasks: int = Field(default=0, ge=0)
-    """The number of worker tasks asked for."""
     env_host_tasks: int = Field(default=0, ge=0)
-    """The number of tasks of env hosts asked for."""
 
     @property
     def ids(self) -> set[int]:

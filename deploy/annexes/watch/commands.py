@@ -1,12 +1,14 @@
-"""The commands that show a fleet to people and programs: `top`, `dashboard`, `report`, `exporter`."""
+"""The commands that show a fleet to people and programs: `ps`, `top`, `dashboard`, `report`, `exporter`."""
 
 from __future__ import annotations
 
 import logging
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+import orjson
 import typer
 
 from headrace.deploy.command.monitoring_commands import FleetElsewhere, RedisElsewhere, chosen_fleet
@@ -25,6 +27,25 @@ TokenFile = Annotated[
     Path | None,
     typer.Option("--token-file", help="File of the token that readers show; needed elsewhere than on loopback."),
 ]
+
+
+@command(app, "headrace ps", "headrace ps runs/a --json | python -m json.tool", options="run run_dir config as_json")
+def ps(asked: Asked, as_json: bool) -> None:
+    """Show the fleet's processes, whether they live, and workers that came from elsewhere."""
+    from headrace.deploy.annexes.watch.state.ps import all_processes, reported, table
+    from headrace.deploy.process.proc_stat import is_alive
+    from headrace.deploy.run.fleet_file import read_fleet_file
+    from headrace.schemas.accounts.redis_keys import revoked_sessions
+
+    fleet = read_fleet_file(asked.run_dir() / "fleet.json")
+    seen, missing = reported(fleet)
+    rows, revoked = all_processes(fleet, seen, time.time()), revoked_sessions(seen.gauges)
+    if not as_json:
+        typer.echo(table(fleet, rows, missing, revoked))
+        return
+    supervisor = {"pid": fleet.supervisor_pid, "alive": is_alive(fleet.supervisor_pid)}
+    facts = {"fleet_id": fleet.fleet_id, "state": fleet.state, "endpoints": fleet.endpoints, "supervisor": supervisor}
+    typer.echo(orjson.dumps({**facts, "processes": rows, "sessions_revoked": revoked}).decode())
 
 
 @command(

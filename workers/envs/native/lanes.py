@@ -22,17 +22,17 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.native.creators import Seeding, autoreset_of, check_vector, seeding_of, vector_creator
 from headrace.workers.envs.native.infos import infos_by_lane, without_rows
-from headrace.workers.envs.observations import Observations
-from headrace.workers.envs.ownership import free
-from headrace.workers.envs.recovery import SharedRecovery
-from headrace.workers.envs.spaces import spaces_of
-from headrace.workers.envs.vector_processes import (
+from headrace.workers.envs.native.vector_processes import (
     Watchdog,
     close_vector,
     end_watched,
     limited_construction,
     processes_of,
 )
+from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.ownership import free
+from headrace.workers.envs.recovery import SharedRecovery
+from headrace.workers.envs.spaces import spaces_of
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ import select
 import threading
 
 _KEPT = 4096
-"""Number of bytes kept of each process."""
 _READ = 1 << 16
 
 

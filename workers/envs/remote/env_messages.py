@@ -53,8 +53,6 @@ class EnvHostHello(Message):
     life: Life
     """Random, one for each life. It distinguishes messages of this life from those of an earlier one."""
     num_envs: Annotated[int, Field(ge=1, le=MOST_ENVS)]
-    takes_tasks: bool = False
-    """Hosts of versions without tasks do not tell it."""
     spaces: dict[str, Any]
     """Spaces of each of its envs, as `schemas/chunks/spaces.py` writes them."""
     env: str = ""

@@ -32,7 +32,7 @@ class EnvHostPeer:
     def __init__(self, hello: EnvHostHello, route: bytes, now: float) -> None:
         self.life = hello.life
         self.name = one_line(f"{hello.host or 'unnamed'}/{hello.pid} ({hello.num_envs} x {hello.env or 'an env'})")
-        self.headrace_version, self.takes_tasks = hello.headrace_version, hello.takes_tasks
+        self.headrace_version = hello.headrace_version
         self.route = route
         """The ROUTER's id of its connection; it changes with each reconnection."""
         self.heard_at = now

@@ -300,12 +300,7 @@ class RemotePool(PoolBackend):
 
     def _send_orders(self, host: EnvHostPeer, places: Sequence[int]) -> None:
         """Send or repeat the orders under way at `places`. An order not sent is repeated after a heartbeat."""
-        resets = [host.lanes[p] for p in places if host.under_way[p].command in (Command.STEP, Command.RESET)]
-        if not host.takes_tasks and not self.tasks.keys().isdisjoint(resets):
-            detail = "cannot take tasks, since its version of Headrace has none; update Headrace on its machine"
-            self._places.part(host, detail)
-            self._say(host.route, Reject(code="no_tasks", detail=f"this env host {detail}"))
-        elif places:
+        if places:
             self._router_port.send(host.route, encode_orders(host, places, self._arrays, self.tasks))
 
     def _say(self, route: bytes, message: Message) -> None:

@@ -117,7 +117,6 @@ class PolicyClient(Closable):
         self._closing = threading.Event()
         self._own.before_end(self._closing.set)
         self.max_message_bytes = _BEFORE_WELCOME_BYTES
-        """The size of the largest message that the server takes."""
         self._admitted = False
         try:
             welcome = self._open(connect_timeout_s)

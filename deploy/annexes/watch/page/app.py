@@ -106,7 +106,6 @@ _FIRST_S = 3.0
 """Seconds for which an answer waits for the first state."""
 RENDEZVOUS = f"/{RENDEZVOUS_FILE}"
 READ_S = 1.0
-"""Seconds between two reads."""
 _SHARE = 25
 """A pause is at least so many times as long as the CPU time of the read before it, so that a large fleet's page is
 slower and not more costly.

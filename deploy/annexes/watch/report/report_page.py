@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
+from headrace.deploy.annexes.watch.report.html_page import folded, page, paragraph, table, text, tiles
 from headrace.deploy.annexes.watch.report.run_series import RunSeries
 from headrace.deploy.annexes.watch.state.shown_figures import REPORT_CHARTS, Chart, tiles_of
-from headrace.deploy.monitoring.html_page import folded, page, paragraph, table, text, tiles
 from headrace.deploy.monitoring.losses import loss_of
 from headrace.deploy.report.progress import duration, short_number
 from headrace.schemas.basics.printable import one_line, printable

@@ -161,7 +161,6 @@ class StateReader:
     def __init__(self, reader: FactsReader) -> None:
         self._reader = reader
         self.facts: Facts | None = None
-        """The facts of the newest document."""
         self._slow = SlowFacts()
         self._slow_at = -math.inf
         self._processes: Mapping[str, ProcessState] = {}

@@ -140,7 +140,6 @@ class EnvHost:
                 EnvHostHello(
                     life=self._life,
                     num_envs=self._config.num_envs,
-                    takes_tasks=True,
                     spaces=self._spaces.model_dump(mode="json"),
                     env=str(self._config.env),
                     host=platform.node(),

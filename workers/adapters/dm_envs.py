@@ -13,7 +13,7 @@ from dm_env import specs
 from headrace.schemas.errors import EnvContractError
 
 
-def adapt(env: Any) -> Any:
+def as_gymnasium(env: Any) -> Any:
     """Return a `dm_env.Environment` as a gymnasium env. Return any other object unchanged."""
     return DmEnv(env) if isinstance(env, dm_env.Environment) else env
 
