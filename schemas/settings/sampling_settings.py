@@ -87,6 +87,8 @@ class SamplingSettings(ConfigSection):
     """how many of the newest episodes, of all runners together, go into means, minima and maxima"""
     torch_threads: int = Field(default=1, ge=1)
     """threads torch may use in the sampling process"""
+    device: str = Field(default="cpu", pattern=r"^(cpu|auto|cuda(:\d{1,3})?)$")
+    """where policies act: "cpu", "cuda", "cuda:1", or "auto": CUDA where there is any"""
     disable_env_checking: bool = False
     """skip the check of observations against their bounds; never that of shape and dtype"""
     restart_failed_sub_environments: bool = True
