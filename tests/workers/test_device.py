@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import ConfigError, ModuleError
+from headrace.workers.policy.acting import Actor, BlockActor
 from headrace.workers.policy.device import open_device
+from headrace.workers.policy.module_weights import read_weights, write_weights
 from support.envs.external import Serving
 from support.envs.toy import Counting, Walk, runner
 from support.envs.toy_agents import multi_runner
 from support.runners.recurrent import LSTM, Ages
-from support.runners.stand_in_device import Counts, StandIn, stand_in
+from support.runners.stand_in_device import Counts, StandIn, StandInDevice, stand_in
 
 POLL = Counts(there=1, back=1, waits=1)
 APART: dict[str, Any] = {"module": "headrace.workers.modules:actor_critic", "module_config": {"vf_share_layers": False}}
@@ -282,3 +286,60 @@ def test_logged_actions_and_columns_of_clients_work_with_a_module_there(device: 
         due = (2 * module.layer.bias).log_softmax(-1).numpy(force=True)
     assert kinds["logp"] == (np.dtype(np.float32), ())
     assert chunk.columns["logp"][row] == pytest.approx(due[7])
+
+
+SPACES = Spaces(observation=Box(shape=(3,), dtype="<f4"), action=Discrete(n=2))
+
+
+@pytest.mark.parametrize("blocks", [(), ([0, 2, 4], [1, 3])], ids=["whole passes", "blocks"])
+def test_memory_there_does_what_memory_here_does(blocks: Any, device: StandIn) -> None:
+    """Two actors live through the same resets, passes of some lanes, weights and new lanes."""
+    torch.manual_seed(0)
+    random, width = np.random.default_rng(0), 5
+    here, place = Remembering(None), StandInDevice(device)
+    there = copy.deepcopy(here)
+    columns = {"obs": np.zeros((width, 3), np.float32)}
+    parts = ([np.array(block) for block in blocks],) if blocks else ()
+    make: Any = BlockActor if blocks else Actor
+    actors = [make(here, SPACES, columns, int, *parts), make(there, SPACES, columns, int, *parts, device=place)]
+    kept: list[list[Any]] = []
+    given: list[dict[int, Any]] = [{}, {}]
+    for actor in actors:
+        actor.memory.reset(range(width))
+    begun = set(range(width))
+    for _ in range(150):
+        columns["obs"][...] = random.normal(size=columns["obs"].shape)
+        noise = random.random((width, 2), dtype=np.float32)
+        lanes = np.flatnonzero(random.random(width) < 0.6)
+        match random.integers(5):
+            case 0:
+                for actor, own in zip(actors, given, strict=True):
+                    actor.memory.reset(lanes)
+                    own.update({lane: actor.memory.of(lane) for lane in lanes.tolist()[::2]})
+                begun |= set(lanes.tolist())
+            case 1:
+                weights = {name: random.normal(size=array.shape) for name, array in read_weights(here).items()}
+                write_weights(here, weights)
+                place.write_weights(there, weights)
+            case 2 if not blocks and width < 9:
+                width += 1
+                columns = {"obs": np.concatenate((columns["obs"], np.zeros((1, 3), np.float32)))}
+                wider = [Actor(here, SPACES, columns, int), Actor(there, SPACES, columns, int, device=place)]
+                for new, old in zip(wider, actors, strict=True):
+                    assert new.memory is not None
+                    new.memory.follow(old.memory)
+                    new.memory.reset([width - 1])
+                actors = wider
+                begun.add(width - 1)
+            case _ if len(lanes):
+                acting = None if len(lanes) == width else lanes
+                answers = [actor(noise, acting) for actor in actors]
+                kept.append([{name: rows[lanes] for name, rows in answer.items()} for answer in answers])
+                kept.append([{lane: own.pop(lane) for lane in lanes.tolist() if lane in own} for own in given])
+                kept.append([answers[1]["had"], answers[1]["had"].copy()])  # no later pass writes there
+                kept.append([actor.memory.of(int(lanes[0]), before=True) for actor in actors])
+                begun -= set(lanes.tolist())
+                kept.append([[actor.memory.of(lane) for lane in {*range(width)} - begun] for actor in actors])
+    assert len(kept) > 200
+    for ours, theirs in kept:
+        assert repr(ours) == repr(theirs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,7 @@ class DeviceMemory:
     def __init__(self, module: Any, width: int, device: Device) -> None:
         """Read the module's initial state. Raises `ModuleError` unless `initial_state()` returns tensors by name."""
         self._module, self.width, self._device = module, width, device
-        self._initial = read_initial_state(module)
-        self._version = device.versions
-        self._send_initial()
+        self._take_initial(read_initial_state(module))
         self._rows = {name: row.repeat(width, *[1] * (row.ndim - 1)) for name, row in self._initial_there.items()}
         self._before = self._rows
         self._begun: dict[int, dict[str, NDArray[Any]]] = {}
@@ -34,17 +32,17 @@ class DeviceMemory:
         self._here: dict[bool, dict[str, NDArray[Any]]] = {}
         """Copies of `_rows` (False) and `_before` (True), until these change."""
 
-    def _send_initial(self) -> None:
-        """Write the initial state to the device, (1, ...) each part."""
+    def _take_initial(self, initial: dict[str, NDArray[Any]]) -> None:
+        """Keep an initial state here and on the device, (1, ...) each part."""
+        self._initial, self._version = {name: row[None] for name, row in initial.items()}, self._device.versions
         place = self._device.place
-        self._initial_there = {n: torch.from_numpy(row[None].copy()).to(place) for n, row in self._initial.items()}
+        self._initial_there = {name: torch.from_numpy(row.copy()).to(place) for name, row in self._initial.items()}
 
     def _read_initial(self) -> None:
         if self._version != self._device.versions:
             initial = read_initial_state(self._module)
-            check_initial_state(self._module, initial, {name: row.shape for name, row in self._initial.items()})
-            self._initial, self._version = initial, self._device.versions
-            self._send_initial()
+            check_initial_state(self._module, initial, {name: row.shape[1:] for name, row in self._initial.items()})
+            self._take_initial(initial)
 
     def follow(self, earlier: DeviceMemory) -> None:
         """Copy the state of `earlier` into the first lanes. There may be more lanes after them."""
@@ -66,13 +64,13 @@ class DeviceMemory:
         """
         if lane in self._begun:
             self._read_initial()
-            self._begun[lane] = state = {name: row.copy() for name, row in self._initial.items()}
+            self._begun[lane] = state = _row(self._initial, 0)
             return state
         if before not in self._here:
             rows = self._before if before else self._rows
             fetched, _ = self._device.fetch(list(rows.values()))
             self._here[before] = {name: part.numpy() for name, part in zip(rows, fetched, strict=True)}
-        return {name: rows[lane].copy() for name, rows in self._here[before].items()}
+        return _row(self._here[before], lane)
 
     def mark(self, begun: NDArray[np.bool_], acting: NDArray[np.bool_], lanes: NDArray[np.intp] | None) -> None:
         """Write into `begun`, bool (width,), which lanes have no step yet, and into `acting` which ones act.
@@ -87,7 +85,7 @@ class DeviceMemory:
             acting[lanes] = True
         for given in self._begun.values():
             if given:
-                given.update({name: row.copy() for name, row in self._initial.items()})
+                given.update(_row(self._initial, 0))
 
     def tensors(self, begun: Tensor, lanes: Tensor | None) -> dict[str, Tensor]:
         """Return the state of `lanes` (None: all) for a pass, with the initial state in the lanes that `begun` marks.
@@ -99,7 +97,6 @@ class DeviceMemory:
                 name: torch.where(_beside(begun, rows), self._initial_there[name], rows)
                 for name, rows in self._rows.items()
             }
-            self._here = {}
         return self._rows if lanes is None else {name: rows[lanes] for name, rows in self._rows.items()}
 
     def take(self, state_out: Any, acting: Tensor, lanes: NDArray[np.intp] | None, lanes_there: Tensor | None) -> None:
@@ -121,6 +118,10 @@ class DeviceMemory:
             acts = _beside(acting, old)
             self._before[name] = torch.where(acts, old, before[name])
             self._rows[name] = torch.where(acts, new, old)
+
+
+def _row(rows: Mapping[str, NDArray[Any]], lane: int) -> dict[str, NDArray[Any]]:
+    return {name: part[lane].copy() for name, part in rows.items()}
 
 
 def _beside(flags: Tensor, rows: Tensor) -> Tensor:
