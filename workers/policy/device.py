@@ -118,7 +118,7 @@ def _problem(name: str) -> str:
     """Return why this process has no such device, and what to do; "" if it has."""
     if getattr(torch.cuda, "_is_in_bad_fork", bool)():
         return "the program that forked this process had used CUDA before; start the process by spawn"
-    if not torch.backends.cuda.is_built():
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return f"torch {torch.__version__} is built without CUDA; install a build with it"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
