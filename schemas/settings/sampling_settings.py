@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -87,6 +88,8 @@ class SamplingSettings(ConfigSection):
     """how many of the newest episodes, of all runners together, go into means, minima and maxima"""
     torch_threads: int = Field(default=1, ge=1)
     """threads torch may use in the sampling process"""
+    device: str = "cpu"
+    """where policies act: "cpu", "cuda", "cuda:1", or "auto": CUDA where there is any"""
     disable_env_checking: bool = False
     """skip the check of observations against their bounds; never that of shape and dtype"""
     restart_failed_sub_environments: bool = True
@@ -151,6 +154,10 @@ class SamplingSettings(ConfigSection):
             check_module_ids(self.policies)
             if isinstance(self.policy_mapping_fn, dict):
                 check_mapping_table(self.policy_mapping_fn, self.policies)
+        if not re.fullmatch(r"cpu|auto|cuda(:[0-9]{1,3})?", self.device):
+            raise ValueError(
+                f"device = {self.device!r:.80} is none of 'cpu', 'auto', 'cuda', and 'cuda:N', as 'cuda:1'"
+            )
         if self.env_placement != "inline" and self.gym_env_vectorize_mode is not None:
             raise ValueError(
                 f"env_placement = {self.env_placement!r} is for envs each by itself, and gym_env_vectorize_mode is "

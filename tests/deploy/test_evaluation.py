@@ -26,6 +26,7 @@ from headrace.workers.config import runner_config
 from support.envs.counting import Counting
 from support.envs.tasked import Optioned, Taught
 from support.fleets.saved_runs import TWO_CARTS, save_run, save_run_of_two
+from support.runners.stand_in_device import stand_in
 from support.waiting import TIMEOUT_S, wait_until
 
 NO_RESTART = {"restart_failed_sub_environments": False}
@@ -71,6 +72,21 @@ def test_a_seed_repeats_its_episodes_with_any_weights_between() -> None:
         assert evaluation.play(first, (1, 1), never).returns != scores[0]
     with Evaluation(config, PlaySettings(12, seed=3, explore=True)) as evaluation:
         assert evaluation.play(first, (1, 1), never).returns != scores[0]
+
+
+def test_an_evaluation_on_another_device_plays_the_same_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = {"config": {"vf_share_layers": False, "seed": 3}}  # which torch computes on the CPU too
+    told = []
+    with stand_in(monkeypatch) as device:
+        for place in ("cpu", "cuda"):
+            config = build_config({"sampling": {"env": "CartPole-v1", "device": place}, "module": module})
+            with Evaluation(config, PlaySettings(6, seed=3)) as evaluation:
+                weights = evaluation._runner.get_state()["rl_module"]
+                device.take()
+                told.append(evaluation.play(weights, (1, 1), threading.Event()).as_json())
+        counts = device.take()
+    assert told[0] == told[1]
+    assert counts.there == counts.back + 1 == counts.waits + 1, "the weights go there, and do not come back"
 
 
 def test_an_env_that_fails_plays_another_episode_instead() -> None:

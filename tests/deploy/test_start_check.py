@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
 from headrace.deploy.annexes.doctor.env_trial import try_env
 from headrace.deploy.annexes.doctor.start_check import check_start
@@ -23,7 +24,7 @@ from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.run.run_dir import RunDir
 from headrace.deploy.trained.policy_spaces import built_env
-from headrace.schemas.errors import EnvError, ExitCode, HeadraceError, UnknownEnvError
+from headrace.schemas.errors import ConfigError, EnvError, ExitCode, HeadraceError, UnknownEnvError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
 from headrace.workers import EnvRunnerConfig
@@ -228,6 +229,15 @@ def mistake(**sections: dict[str, Any]) -> str:
     with pytest.raises(HeadraceError) as caught:
         check_start(config(**sections), lambda step: None)
     return str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the settings ask for")
+def test_a_device_that_is_not_there_is_told_before_an_env_is_built() -> None:
+    steps: list[str] = []
+    with pytest.raises(ConfigError, match=r"sampling\.device: 'cuda' cannot be used here: torch .*'cpu'"):
+        check_start(config(sampling={"device": "cuda"}), steps.append)
+    assert steps == ["looking up what the config names"]
+    check_start(config(sampling={"device": "auto"}), steps.append)
 
 
 @pytest.fixture

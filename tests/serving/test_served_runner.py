@@ -31,6 +31,7 @@ from headrace.workers.envs.context import EnvContext
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
 from support.refusals import refused
+from support.runners.stand_in_device import stand_in
 from support.waiting import TIMEOUT_S, wait_until
 
 
@@ -94,6 +95,23 @@ def sampling(sampler: SingleAgentEnvRunner) -> Iterator[list[Any]]:
     finally:
         stop.set()
         thread.join(100)
+
+
+def test_a_policy_server_acts_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = {"vf_share_layers": False}  # torch computes it on the CPU too
+    done = []
+    with stand_in(monkeypatch) as device, ThreadPoolExecutor(1) as pool:
+        for place in ("cpu", "cuda"):
+            with runner(device=place, module_config=module) as (sampler, env):
+                device.take()
+                client = pool.submit(play, env.endpoint, 3, 30)
+                while not client.done():
+                    sampler.sample_fragment()
+                done.append(client.result())
+        counts = device.take()
+    np.testing.assert_equal(done[0], done[1])
+    steps = len(done[1][1])
+    assert (counts.there, counts.back, counts.waits) == (steps, steps, steps)
 
 
 def test_the_learner_gets_the_episodes_as_the_clients_played_them() -> None:

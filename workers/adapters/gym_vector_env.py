@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 FAILURE = "env_failure"  # key of the info that says why an env failed
 _SAY_WAITING_S, _PAUSE_S = 10.0, 0.005
 _OF_RUNNERS = {"env_to_module", "module_to_env", "callbacks", "policies", "policy_mapping_fn"}
-_OF_RUNNERS |= {"gym_env_vectorize_mode", "remote_env_batch_wait_ms", "double_buffering"}
+_OF_RUNNERS |= {"gym_env_vectorize_mode", "remote_env_batch_wait_ms", "double_buffering", "device"}
 
 
 class GymVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):

@@ -93,9 +93,10 @@ def as_tensor(leaf: Leaf, values: torch.Tensor) -> torch.Tensor:
         return values.reshape(rows, leaf_size(leaf)).float()
     sizes, starts = ((leaf.n,), (leaf.start,)) if isinstance(leaf, Discrete) else (leaf.flat_nvec, leaf.flat_start)
     places = values.reshape(rows, len(sizes)).long()
-    if any(starts):
-        places = places - torch.tensor(starts, device=places.device)
-    one_hot = [torch.nn.functional.one_hot(places[:, k], size) for k, size in enumerate(sizes)]
+    one_hot = [  # a number beside a tensor needs no copy to its device
+        torch.nn.functional.one_hot(places[:, k] - start if start else places[:, k], size)
+        for k, (size, start) in enumerate(zip(sizes, starts, strict=True))
+    ]
     return torch.cat(one_hot, 1).float()
 
 

@@ -117,6 +117,8 @@ class ActionMask:
         """The flag of each number that may be chosen; one beyond the last where the mask has none."""
         self._flag_of[places] = np.arange(len(places))
         self._is_whole = len(places) == sum(sizes)
+        self._there: torch.Tensor | None = None
+        """A copy of `_flag_of` for passes on another device."""
 
     @classmethod
     def of(cls, spaces: Spaces) -> ActionMask | None:
@@ -151,7 +153,12 @@ class ActionMask:
         flags = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         if self._is_whole:
             return flags
-        flag_of = torch.from_numpy(self._flag_of).to(flags.device)
+        if flags.is_cpu or not torch.is_inference_mode_enabled():
+            flag_of = torch.from_numpy(self._flag_of).to(flags.device)
+        elif self._there is None or self._there.device != flags.device:
+            flag_of = self._there = torch.from_numpy(self._flag_of).to(flags.device)
+        else:
+            flag_of = self._there
         return torch.cat((flags, torch.zeros_like(flags[:, :1])), 1)[:, flag_of]
 
     def faults(self, columns: Mapping[str, NDArray[Any]], rows: NDArray[np.intp]) -> list[tuple[int, EnvContractError]]:

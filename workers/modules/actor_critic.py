@@ -107,7 +107,7 @@ class ActorCritic(nn.Module):
 
         If the action space has a Box, the result also has actions_for_env.
         """
-        return self._answer(batch, batch["noise"].numpy())
+        return self._answer(batch, batch["noise"].numpy(force=True))
 
     def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the columns of `forward_exploration`, with the distribution's mode instead of a sample."""
@@ -119,9 +119,16 @@ class ActorCritic(nn.Module):
 
     def _answer(self, batch: dict[str, Any], noise: NDArray[Any] | None) -> dict[str, Any]:
         with torch.no_grad():
-            answer = self.forward_train(batch)
-        columns = self.distribution.act(wide_array_of(answer["action_dist_inputs"]), noise)
-        columns["values"] = wide_array_of(answer["values"])
+            return self.act_on(self.forward_train(batch), noise)
+
+    def forward_outputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return what `act_on` needs, on the device of the module."""
+        return self.forward_train(batch)
+
+    def act_on(self, outputs: dict[str, torch.Tensor], noise: NDArray[Any] | None) -> dict[str, Any]:
+        """Return the columns of `forward_exploration`, or without noise of `forward_inference`, all on the CPU."""
+        columns = self.distribution.act(wide_array_of(outputs["action_dist_inputs"]), noise)
+        columns["values"] = wide_array_of(outputs["values"])
         tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
         return self.distribution.nest(tensors)
 

@@ -63,6 +63,15 @@ class LstmActorCritic(nn.Module):
         remembered, state_out = self._step(batch)
         return {**self.heads.forward_inference(self._for_heads(remembered, batch["obs"])), "state_out": state_out}
 
+    def forward_outputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return what `act_on` needs, and "state_out", on the device of the module."""
+        remembered, state_out = self._step(batch)
+        return {**self.heads.forward_train(self._for_heads(remembered, batch["obs"])), "state_out": state_out}
+
+    def act_on(self, outputs: dict[str, torch.Tensor], noise: NDArray[Any] | None) -> dict[str, Any]:
+        """Return the columns of `ActorCritic.act_on`."""
+        return self.heads.act_on(outputs, noise)
+
     def forward_train(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Run whole sequences at once, as `sequences` makes them of a batch of chunks.
 

@@ -118,11 +118,16 @@ class Sb3ActorCritic(nn.Module):
     its bounds. Layers that policy and value share are passed twice.
     """
 
+    low: Tensor
+    high: Tensor
+
     def __init__(self, policy: ActorCriticPolicy) -> None:
         super().__init__()
         self.policy = policy
         space = policy.action_space
         self._box = space if isinstance(space, gym_spaces.Box) else None
+        if self._box is not None:
+            _keep_bounds(self, self._box)
         self.noise_kind: Literal["uniform", "normal"] = "uniform" if self._box is None else "normal"
         self.noise_size = math.prod(space.shape or ())
 
@@ -144,9 +149,8 @@ class Sb3ActorCritic(nn.Module):
         shaped = actions.reshape(len(values), *(self.policy.action_space.shape or ()))
         if self._box is None:
             return {"actions": shaped, **answer}
-        low, high = (torch.as_tensor(bound) for bound in (self._box.low, self._box.high))
-        shaped = shaped.to(low.dtype)
-        return {"actions": shaped, "actions_for_env": shaped.clamp(low, high), **answer}
+        shaped = shaped.to(self.low.dtype)
+        return {"actions": shaped, "actions_for_env": shaped.clamp(self.low, self.high), **answer}
 
     def policy_actions(self, env_actions: dict[str, Any]) -> dict[str, Any]:
         """Return the actions, by column, for which the env gets `env_actions`: the same ones."""
@@ -189,12 +193,14 @@ class Sb3Actor(nn.Module):
     """The actor of SAC. Its `actions` are in [-1, 1], as in SB3's buffer. The env gets them scaled to its bounds."""
 
     noise_kind = "normal"
+    low: Tensor
+    high: Tensor
 
     def __init__(self, policy: SACPolicy) -> None:
         super().__init__()
         self.actor = policy.actor
         space: Any = policy.action_space
-        self._low, self._span = torch.as_tensor(space.low), torch.as_tensor(space.high - space.low)
+        _keep_bounds(self, space)
         self.noise_size = math.prod(space.shape)
 
     @torch.no_grad()
@@ -209,13 +215,20 @@ class Sb3Actor(nn.Module):
         return self._answer(self.actor.get_action_dist_params(batch["obs"])[0])
 
     def _answer(self, gaussian: Tensor) -> dict[str, Any]:
-        actions = torch.tanh(gaussian).reshape(len(gaussian), *self._low.shape).to(self._low.dtype)
-        return {"actions": actions, "actions_for_env": self._low + 0.5 * (actions + 1.0) * self._span}
+        low, span = self.low, self.high - self.low
+        actions = torch.tanh(gaussian).reshape(len(gaussian), *low.shape).to(low.dtype)
+        return {"actions": actions, "actions_for_env": low + 0.5 * (actions + 1.0) * span}
 
     def policy_actions(self, env_actions: dict[str, Any]) -> dict[str, Any]:
         """Return the actions in [-1, 1], by column, for which the env gets `env_actions`."""
-        low, span = self._low.numpy(), self._span.numpy()
-        return {name: 2.0 * (rows - low) / span - 1.0 for name, rows in env_actions.items()}
+        low, high = (bound.numpy(force=True) for bound in (self.low, self.high))
+        return {name: 2.0 * (rows - low) / (high - low) - 1.0 for name, rows in env_actions.items()}
+
+
+def _keep_bounds(module: nn.Module, box: gym_spaces.Box) -> None:
+    """Keep the bounds where the module is, and out of its state dict."""
+    for name, bound in (("low", box.low), ("high", box.high)):
+        module.register_buffer(name, torch.as_tensor(bound), persistent=False)
 
 
 def _sample(distribution: Distribution, noise: Tensor) -> Tensor:

@@ -19,10 +19,14 @@ from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Spaces, Tuple, col
 from headrace.schemas.errors import ModuleError, NotFiniteError, words_of
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.bounds import ActionLimits
+from headrace.workers.policy.device import Device
+from headrace.workers.policy.device_memory import DeviceMemory
+from headrace.workers.policy.device_pass import DevicePass
 from headrace.workers.policy.module_protocol import OUTPUTS, SplitAct, action_chunk_size, has_newest
 from headrace.workers.policy.recurrent import Memory
 
 Columns = dict[str, NDArray[Any]]
+AnyMemory = Memory | DeviceMemory
 
 ACTION_CHUNK_STEP = "action_chunk_step"
 """The column that tells which step of its action chunk an action was."""
@@ -37,8 +41,9 @@ class Actor:
     """Calls `module` with the observations in `columns` (width, ...), which it reads again at each call.
 
     `count_steps` returns how many steps the fleet has made; it is called when a module without `numpy_act` explores.
-    The actor acts for all lanes, or for `lanes` alone, and then advances only their rows of `memory`. It returns flat
-    column names ("actions/arm/0"). Raises `ModuleError` when the module raises or returns wrong shapes.
+    The actor acts for all lanes, or for `lanes` alone, and then advances only their rows of `memory`. With `device`,
+    the module acts there. It returns flat column names ("actions/arm/0"). Raises `ModuleError` when the module raises
+    or returns wrong shapes.
     """
 
     def __init__(
@@ -48,10 +53,12 @@ class Actor:
         columns: Mapping[str, NDArray[Any]],
         count_steps: Callable[[], int],
         lanes: NDArray[np.intp] | None = None,
-        memory: Memory | None = None,
+        memory: AnyMemory | None = None,
+        device: Device | None = None,
     ) -> None:
         self._module = module
         self._spaces = spaces
+        self._device = device
         self._everybody = columns
         self._lanes = lanes
         if lanes is not None:
@@ -62,15 +69,19 @@ class Actor:
         size = action_chunk_size(module)
         self._form = (self._width,) if size == 1 else (self._width, size)
         """The first axes of all columns."""
-        if lanes is None and hasattr(module, "initial_state"):
-            memory = Memory(module, self._width)
+        if lanes is None:
+            memory = _memory_of(module, self._width, device)
         self.memory = memory
         """The state of a recurrent module, by lane. Each call advances it, unless it raises."""
         self._state_out: Any = None
         forward = "forward_exploration", "forward_inference", "forward_train"
-        fast = self.memory is None and has_newest(module, "numpy_act", *forward)
+        fast = device is None and self.memory is None and has_newest(module, "numpy_act", *forward)
+        self._pass: DevicePass | None = None
         try:
             self._act = module.numpy_act() if fast else None
+            if device is not None:
+                there = memory if isinstance(memory, DeviceMemory) else None
+                self._pass = DevicePass(module, device, spaces.observation, columns, there, lanes)
         except BaseException as error:
             raise_stop(error)
             raise self._failure(error) from error
@@ -122,8 +133,10 @@ class Actor:
                     self._check_finite(name, columns[name], acting)
             if self._limits is not None and self._limits.problem(columns):
                 self._check_limits(self._limits, columns, acting)
-            if self.memory is not None:
+            if isinstance(self.memory, Memory):
                 self.memory.take(self._state_out, acting, self._lanes)
+            elif self._pass is not None:
+                self._pass.keep(self._state_out, acting)
         except ModuleError:
             raise
         except BaseException as error:
@@ -133,23 +146,31 @@ class Actor:
 
     def _failure(self, error: BaseException) -> ModuleError:
         sentence = f"the policy {type(self._module).__name__} failed while acting: {words_of(error)}"
-        if elsewhere := {str(tensor.device) for tensor in self._module.state_dict().values()} - {"cpu"}:
+        if self._device is not None:
+            sentence += (
+                f"; sampling.device has moved it to {self._device.place}: its tensors move along only if they are "
+                "parameters or buffers, and it gets tensors there; else take sampling.device = 'cpu'"
+            )
+        elif elsewhere := {str(tensor.device) for tensor in self._module.state_dict().values()} - {"cpu"}:
             sentence += (
                 f"; it is on {min(elsewhere)}, and a worker gives it tensors on the CPU: build it there, and move only "
                 "the learner's module"
             )
         return ModuleError(sentence)
 
-    def _forward(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None) -> Columns:
+    def _answer(self, noise: NDArray[np.float32] | None) -> Any:
         batch: dict[str, Any] = {"obs": self._batch_obs}
-        if self.memory is not None:
+        if isinstance(self.memory, Memory):
             batch["state_in"] = self.memory.tensors(self._lanes)
         with torch.inference_mode():
             if noise is None:
-                answer = self._module.forward_inference(batch)
-            else:
-                batch |= {"noise": torch.from_numpy(noise), "t": self._count_steps()}
-                answer = self._module.forward_exploration(batch)
+                return self._module.forward_inference(batch)
+            batch |= {"noise": torch.from_numpy(noise), "t": self._count_steps()}
+            return self._module.forward_exploration(batch)
+
+    def _forward(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None) -> Columns:
+        through = self._pass
+        answer = self._answer(noise) if through is None else through(noise, acting, self._count_steps)
         if not isinstance(answer, dict) or "actions" not in answer:
             raise ModuleError(f"the policy answered {answer!r:.80}; it must be a dict with 'actions'")
         self._state_out = answer.get("state_out")
@@ -235,11 +256,13 @@ class BlockActor:
         columns: Mapping[str, NDArray[Any]],
         count_steps: Callable[[], int],
         blocks: Sequence[NDArray[np.intp]],
+        device: Device | None = None,
     ) -> None:
         self._width = len(next(iter(columns.values())))
-        self.memory = Memory(module, self._width) if hasattr(module, "initial_state") else None
+        self.memory = memory = _memory_of(module, self._width, device)
         self.split = None
-        self._blocks = [(lanes, Actor(module, spaces, columns, count_steps, lanes, self.memory)) for lanes in blocks]
+        parts = module, spaces, columns, count_steps
+        self._blocks = [(lanes, Actor(*parts, lanes, memory, device)) for lanes in blocks]
         for _, actor in self._blocks:
             actor.names = self._blocks[0][1].names
         self._block_of = np.empty(self._width, np.intp)
@@ -260,6 +283,12 @@ class BlockActor:
                     columns[name] = np.zeros((self._width, *rows.shape[1:]), rows.dtype)
                 columns[name][lanes] = rows
         return columns
+
+
+def _memory_of(module: Any, width: int, device: Device | None) -> AnyMemory | None:
+    if not hasattr(module, "initial_state"):
+        return None
+    return Memory(module, width) if device is None else DeviceMemory(module, width, device)
 
 
 def flatten_actions(space: Space, value: Any, root: str) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.action_masks import ActionMask, choices_of, find_mask
 from headrace.workers.envs.actions import action_root
-from headrace.workers.policy.acting import Actor, BlockActor, Columns
+from headrace.workers.policy.acting import Actor, AnyMemory, BlockActor, Columns
 from headrace.workers.policy.action_chunks import ActionChunks, make_actor
+from headrace.workers.policy.device import Device
 from headrace.workers.policy.masks import LegalRandomActions
 from headrace.workers.policy.module_protocol import SplitAct
 from headrace.workers.policy.module_weights import check_weights, read_weights, write_weights
 from headrace.workers.policy.noise import ActionNoise
-from headrace.workers.policy.recurrent import Memory
 
 
 class ActingModule:
@@ -54,6 +54,7 @@ class ActingModule:
         """The mask that the module obeys, in its own observations."""
         self._blocks = blocks
         self._actor: Actor | BlockActor | ActionChunks | None = None
+        self._device: Device | None = None
         self._maps: bool | None = None
         """True if the module maps its actions itself; None: not known yet."""
         noise.begin("random_actions", self.random.noise_size, "uniform")
@@ -64,7 +65,7 @@ class ActingModule:
         return self.connectors.spaces
 
     @property
-    def memory(self) -> Memory | None:
+    def memory(self) -> AnyMemory | None:
         """The state of a recurrent module, by row; None for other modules."""
         return self._actor.memory if self._actor is not None else None
 
@@ -78,17 +79,18 @@ class ActingModule:
         """Number of rows."""
         return len(next(iter(self.connectors.columns.values())))
 
-    def use(self, module: Any, count_steps: Callable[[], int]) -> None:
+    def use(self, module: Any, count_steps: Callable[[], int], device: Device | None = None) -> None:
         """Act with `module` from now on; with None only random actions. `count_steps` returns the fleet's steps so far.
 
-        A recurrent module begins with an empty memory. Raises `ModuleError` for a bad initial state, and `ConfigError`
-        where a module that obeys action masks would not see the env's.
+        The module is moved to `device` (None: it stays on the CPU). A recurrent module begins with an empty memory.
+        Raises `ModuleError` for a bad initial state, and `ConfigError` where a module that obeys action masks would not
+        see the env's.
         """
         self.module = self._actor = self._maps = self.mask = None
         self.noise.forget("policy")
         if module is None:
             return
-        self._count_steps = count_steps
+        self._count_steps, self._device = count_steps, device
         if getattr(module, "obeys_action_mask", False):
             self.mask = self._visible_mask()
         self._actor = self._make_actor(module)
@@ -125,12 +127,13 @@ class ActingModule:
             return
         self._actor = self._make_actor(self.module)
         if memory is not None and self.memory is not None:
-            self.memory.follow(memory)
+            self.memory.follow(memory)  # type: ignore[arg-type]  # of the same kind
         if isinstance(before, ActionChunks) and isinstance(self._actor, ActionChunks):
             self._actor.follow(before)
 
     def _make_actor(self, module: Any) -> Actor | BlockActor | ActionChunks:
-        return make_actor(module, self.spaces, self.connectors.columns, self._count_steps, self._blocks)
+        columns, count_steps = self.connectors.columns, self._count_steps
+        return make_actor(module, self.spaces, columns, count_steps, self._blocks, self._device)
 
     @property
     def split(self) -> SplitAct | None:
@@ -186,7 +189,7 @@ class ActingModule:
         """Return whether the module returns "actions_for_env". Takes one forward pass and drops its result."""
         module: Any = self.module
         if self._maps is None and module is not None:
-            actor = Actor(module, self.spaces, self.connectors.columns, lambda: 0)
+            actor = Actor(module, self.spaces, self.connectors.columns, lambda: 0, device=self._device)
             columns = actor(np.zeros((self.width, module.noise_size), np.float32))
             self._maps = action_root(columns) == "actions_for_env"
         return bool(self._maps)
@@ -226,7 +229,8 @@ class ActingModule:
         """Write weights and states that `check` has accepted."""
         self.connectors.set_state(states)
         if weights is not None and self.module is not None:
-            write_weights(self.module, weights)
+            write = write_weights if self._device is None else self._device.write_weights
+            write(self.module, weights)
 
     def take_connectors_of(self, earlier: ActingModule) -> None:
         """Take over the state of the connectors of `earlier`, if it fits."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.policy.acting import ACTION_CHUNK_STEP, Actor, BlockActor, Columns
+from headrace.workers.policy.device import Device
 from headrace.workers.policy.module_protocol import action_chunk_size
 
 
@@ -83,12 +84,13 @@ def make_actor(
     columns: Mapping[str, NDArray[Any]],
     count_steps: Callable[[], int],
     blocks: Sequence[NDArray[np.intp]] = (),
+    device: Device | None = None,
 ) -> Actor | BlockActor | ActionChunks:
     """Return what acts with `module` for all rows of `columns`. With `blocks`, each block of rows is one pass.
 
-    Raises `ModuleError` as `Actor` does.
+    The module is moved to `device`, if there is one. Raises `ModuleError` as `Actor` does.
     """
     parts = module, spaces, columns, count_steps
-    actor = BlockActor(*parts, blocks) if blocks else Actor(*parts)
+    actor = BlockActor(*parts, blocks, device) if blocks else Actor(*parts, device=device)
     size = action_chunk_size(module)
     return actor if size == 1 else ActionChunks(actor, size, len(next(iter(columns.values()))))

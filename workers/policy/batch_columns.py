@@ -16,6 +16,7 @@ from headrace.schemas.settings.sampling_settings import SamplingSettings
 from headrace.workers.envs.bounds import blank_columns
 from headrace.workers.policy.acting import SAMPLERS_OWN
 from headrace.workers.policy.action_chunks import ActionChunks, make_actor
+from headrace.workers.policy.device import Device
 
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
 
@@ -29,14 +30,22 @@ class PolicyColumns:
 
     @classmethod
     def of(
-        cls, module: Any, spaces: Spaces, env_spaces: Spaces, settings: SamplingSettings, *, maps: bool
+        cls,
+        module: Any,
+        spaces: Spaces,
+        env_spaces: Spaces,
+        settings: SamplingSettings,
+        *,
+        maps: bool,
+        device: Device | None = None,
     ) -> PolicyColumns:
         """Return the columns of external envs' batches by `module`, found by one pass on blank observations.
 
-        `spaces` are the module's. `maps`: module_to_env makes the envs' actions. Raises `ModuleError`.
+        `spaces` are the module's. `maps`: module_to_env makes the envs' actions. The module is moved to `device`.
+        Raises `ModuleError`.
         """
         seen = blank_columns(spaces.observation, "obs", 1)
-        actor = make_actor(module, spaces, seen, lambda: 0)
+        actor = make_actor(module, spaces, seen, lambda: 0, device=device)
         states = actor.memory.of(0) if actor.memory is not None else {}
         noise = np.zeros((1, module.noise_size), np.float32) if settings.explore else None
         columns = actor(noise, None, 0) if isinstance(actor, ActionChunks) else actor(noise)

@@ -75,8 +75,10 @@ class PolicyModule(Protocol):
     A module that chooses the actions of several steps in one pass has `action_chunk_size`, their number. All its
     answers are then (rows, action_chunk_size, ...): see `ActionChunks`.
 
-    Workers act on the CPU: an env's step takes as long as the pass, and a GPU's latency would be longer than both.
-    `forward_train` runs wherever the learner put the module.
+    On another device (`sampling.device`) the batch's tensors are there. "state_in" never leaves it; all other answers
+    come back together. There `numpy_act` is not used. A module may have `forward_outputs(batch)` and `act_on(outputs,
+    noise)`. Only the first is then called there. The second gets those tensors on the CPU, and the noise or None as an
+    array, and returns the answer. `forward_train` runs wherever the learner put the module.
     """
 
     noise_size: int

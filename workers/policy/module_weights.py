@@ -39,7 +39,11 @@ def write_weights(module: torch.nn.Module, state: State) -> None:
     Names may have the parts that wrappers put into them. Shapes are the module's. Floats of any width are cast to the
     module's; for float8, and numbers that are no floats, only where they keep their value.
     """
-    own = module.state_dict()
+    write_tensors(module.state_dict(), state)
+
+
+def write_tensors(own: Mapping[str, torch.Tensor], state: State) -> None:
+    """Do what `write_weights` does, into a module's `own` tensors by name."""
     fitting = _fit(own, state)
     for name, tensor in own.items():
         _write(tensor, fitting[name])

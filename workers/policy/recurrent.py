@@ -27,22 +27,11 @@ class Memory:
         """Read the module's initial state. Raises `ModuleError` unless `initial_state()` returns tensors by name."""
         self._module = module
         self.rows: dict[str, NDArray[Any]] = {
-            name: np.repeat(row[None], width, axis=0) for name, row in self._initial_state().items()
+            name: np.repeat(row[None], width, axis=0) for name, row in read_initial_state(module).items()
         }
         self._before = self.rows
         self._begun: dict[int, dict[str, NDArray[Any]]] = {}
         """The state that `of` gave last for each lane whose episode has no step yet."""
-
-    def _initial_state(self) -> dict[str, NDArray[Any]]:
-        try:
-            initial = self._module.initial_state()
-            return {name: array_of(tensor) for name, tensor in initial.items()}
-        except BaseException as error:
-            raise_stop(error)
-            raise ModuleError(
-                f"initial_state of {type(self._module).__name__} must give a dict of tensors, one row each "
-                f"({words_of(error)})"
-            ) from error
 
     def follow(self, earlier: Memory) -> None:
         """Copy the state of `earlier` into the first lanes. There may be more lanes after them."""
@@ -59,12 +48,8 @@ class Memory:
 
     def _begin(self) -> None:
         """Write the initial state of the weights in use into lanes without a step, and into what `of` gave of them."""
-        initial, lanes = self._initial_state(), list(self._begun)
-        seen, due = ({name: part.shape for name, part in rows.items()} for rows in (initial, self.rows))
-        if seen != {name: shape[1:] for name, shape in due.items()}:
-            raise ModuleError(
-                f"initial_state of {type(self._module).__name__} has other shapes than before: {seen!r:.200}"
-            )
+        initial, lanes = read_initial_state(self._module), list(self._begun)
+        check_initial_state(self._module, initial, {name: part.shape[1:] for name, part in self.rows.items()})
         for name, rows in self.rows.items():
             rows[lanes] = initial[name]
         for lane, given in self._begun.items():
@@ -97,11 +82,8 @@ class Memory:
 
         Only lanes that are `acting` (None: all) change their state. Raises `ModuleError` for other names or shapes.
         """
-        seen = {n: tuple(t.shape) for n, t in state_out.items()} if isinstance(state_out, dict) else state_out
         count = len(next(iter(self.rows.values()))) if lanes is None else len(lanes)
-        wanted = {name: (count, *rows.shape[1:]) for name, rows in self.rows.items()}
-        if seen != wanted:
-            raise ModuleError(f"the policy's 'state_out' should have the shapes {wanted}, and has {seen!r:.200}")
+        check_state_out(state_out, {name: (count, *rows.shape[1:]) for name, rows in self.rows.items()})
         # New arrays: the module may have answered its old state, or the new one, as a column too.
         new = {name: array_of(state_out[name]).astype(rows.dtype) for name, rows in self.rows.items()}
         if lanes is not None:
@@ -115,6 +97,30 @@ class Memory:
         else:
             self._before = _with(self._before, acting, self.rows)
             self.rows = _with(self.rows, acting, new)
+
+
+def read_initial_state(module: Any) -> dict[str, NDArray[Any]]:
+    """Return the module's initial state by name. Raises `ModuleError` unless it is a dict of tensors."""
+    try:
+        return {name: array_of(tensor) for name, tensor in module.initial_state().items()}
+    except BaseException as error:
+        raise_stop(error)
+        raise ModuleError(
+            f"initial_state of {type(module).__name__} must give a dict of tensors, one row each ({words_of(error)})"
+        ) from error
+
+
+def check_initial_state(module: Any, initial: Mapping[str, NDArray[Any]], due: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `ModuleError` unless the initial state has the shapes that it had before."""
+    if (seen := {name: part.shape for name, part in initial.items()}) != due:
+        raise ModuleError(f"initial_state of {type(module).__name__} has other shapes than before: {seen!r:.200}")
+
+
+def check_state_out(state_out: Any, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `ModuleError` unless "state_out" has these names and shapes."""
+    seen = {n: tuple(t.shape) for n, t in state_out.items()} if isinstance(state_out, dict) else state_out
+    if seen != wanted:
+        raise ModuleError(f"the policy's 'state_out' should have the shapes {wanted}, and has {seen!r:.200}")
 
 
 def _with(

@@ -32,6 +32,7 @@ from headrace.workers.metrics.timers import ENV, SAMPLING, SERIALISE, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.batch_columns import PolicyColumns
+from headrace.workers.policy.device import open_device
 from headrace.workers.policy.module_protocol import build_module
 from headrace.workers.randomness.seeds import SeedTree, episode_id_high
 from headrace.workers.runner.client_chunks import ClientChunks, take_over
@@ -97,6 +98,7 @@ class EnvRunner(ABC, Generic[Batch]):
         self.steps_elsewhere: int | None = None
         """Number of known env steps of the fleet that other runners made; None without a fleet."""
         torch.set_num_threads(config.torch_threads)
+        self._device = open_device(config.device)
         self._read_policies()
         self._make_parts()
 
@@ -163,7 +165,7 @@ class EnvRunner(ABC, Generic[Batch]):
                 self._sampler = self._open_sampler()
             else:
                 self._sampler.rebuild(self.config)
-        self._sampler.use(self.modules, lambda: self.fleet_steps)
+        self._sampler.use(self.modules, lambda: self.fleet_steps, self._device)
         self._stopped = False
 
     def _lane_table(self) -> LaneTable:
@@ -184,10 +186,10 @@ class EnvRunner(ABC, Generic[Batch]):
         self.callbacks.check_at_rest("make_module()")
         policies = self._policies
         self.modules = dict.fromkeys(policies)
-        self._existing_sampler.use(self.modules, lambda: self.fleet_steps)
+        self._existing_sampler.use(self.modules, lambda: self.fleet_steps, self._device)
         self.modules = {module_id: self._build(module_id, policy.spaces) for module_id, policy in policies.items()}
         self._state.note_version(Version())
-        self._existing_sampler.use(self.modules, lambda: self.fleet_steps)
+        self._existing_sampler.use(self.modules, lambda: self.fleet_steps, self._device)
 
     def _build(self, module_id: str, spaces: Spaces) -> torch.nn.Module | None:
         builder, settings = self._builder_of(module_id)
@@ -258,7 +260,12 @@ class EnvRunner(ABC, Generic[Batch]):
         self._check_can_act()
         return {
             module_id: PolicyColumns.of(
-                policy.module, policy.spaces, policy.env_spaces, self.config, maps=self._maps_actions(module_id)
+                policy.module,
+                policy.spaces,
+                policy.env_spaces,
+                self.config,
+                maps=self._maps_actions(module_id),
+                device=self._device,
             )
             for module_id, policy in self._policies.items()
         }

@@ -49,9 +49,10 @@ def put_logged(
 
 
 def _logp(module: Any, dist_inputs: NDArray[Any], actions: Mapping[str, NDArray[Any]], space: Space) -> NDArray[Any]:
-    tensors: Mapping[str, Any] = {name: torch.from_numpy(rows) for name, rows in actions.items()}
+    place = next((parameter.device for parameter in module.parameters()), "cpu")
+    tensors: Mapping[str, Any] = {name: torch.from_numpy(rows).to(place) for name, rows in actions.items()}
     with torch.inference_mode():
-        return array_of(module.logp(torch.from_numpy(dist_inputs), nest(space, tensors, "actions")))
+        return array_of(module.logp(torch.from_numpy(dist_inputs).to(place), nest(space, tensors, "actions")))
 
 
 def _put(columns: Columns, name: str, lanes: NDArray[np.intp], rows: NDArray[Any] | float) -> None:

@@ -16,6 +16,7 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.metrics.timers import OTHER, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.policy.device import Device
 from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.episode_events import EpisodeEvents
@@ -67,7 +68,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         """Return whether to cut a fragment that is not full, because external steps are late."""
         return self._external_wait is not None and self._external_wait.is_overdue
 
-    def use(self, modules: Mapping[str, Any], count_steps: Callable[[], int]) -> None:
+    def use(self, modules: Mapping[str, Any], count_steps: Callable[[], int], device: Device | None = None) -> None:
         """Act with `modules`; see `ActingModule.use`.
 
         If a module remembers, open steps are lost, because its memory starts empty.
@@ -75,7 +76,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         policies = self.steps.policies
         remembers = any(policy.remembers for policy in policies.values())
         for module_id, module in modules.items():
-            policies[module_id].use(module, count_steps)
+            policies[module_id].use(module, count_steps, device)
         remembers = remembers or any(policy.remembers for policy in policies.values())
         if remembers and self.steps.is_open:
             self._drop_steps()

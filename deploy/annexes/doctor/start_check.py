@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,11 @@ def check_start(config: FleetConfig, say: Say) -> str:
     several = runner if runner.is_multi_agent else runner.model_copy(update={"policies": [DEFAULT_MODULE_ID]})
     policies = Policies.of(several).specs
     _check_names(config, policies)
+    device: Any = None
+    if (config.fleet.workers or config.learner.evaluate_every_steps) and config.sampling.device != "cpu":
+        from headrace.workers.policy.device import open_device
+
+        device = open_device(config.sampling.device)
     if not envs_are_here or not config.fleet.check_env:
         return ""
     say(f"building one env of {config.sampling.env!r}")
@@ -56,7 +62,7 @@ def check_start(config: FleetConfig, say: Say) -> str:
         _check_sizes(config, spaces[DEFAULT_MODULE_ID])
     if not all(policy.module == DEFAULT_MODULE and not policy.module_config for policy in policies.values()):
         say("building the modules of " + ", ".join(sorted({repr(policy.module) for policy in policies.values()})))
-        _check_modules(config, runner, policies, spaces)
+        _check_modules(config, runner, policies, spaces, device)
     return _slow_polls(config, took_s)
 
 
@@ -158,7 +164,11 @@ def _connected(
 
 
 def _check_modules(
-    config: FleetConfig, runner: EnvRunnerConfig, policies: Mapping[str, Policy], spaces: Mapping[str, Spaces]
+    config: FleetConfig,
+    runner: EnvRunnerConfig,
+    policies: Mapping[str, Policy],
+    spaces: Mapping[str, Spaces],
+    device: Any,
 ) -> None:
     """Build each module as workers do, let it act once, and build it as the learner does. Raises `ModuleError`."""
     from headrace.learner_stub.reference.policies import build_policies
@@ -172,7 +182,8 @@ def _check_modules(
         except NotImplementedError:
             continue  # the policy acts at random
         try:
-            columns = PolicyColumns.of(module, spaces[module_id], spaces[module_id], runner, maps=False).kinds
+            own = spaces[module_id]
+            columns = PolicyColumns.of(module, own, own, runner, maps=False, device=device).kinds
         except ModuleError as error:
             raise ModuleError(f"module {policy.module!r} does not fit its env's spaces: {error}") from error.__cause__
         is_trained = config.learner.enabled and (trained is None or module_id in trained)
