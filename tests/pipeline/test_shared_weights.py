@@ -874,6 +874,19 @@ def test_a_version_is_copied_digested_and_sent_once_and_checked_once_by_each_pro
     worker.close()
 
 
+def test_many_large_tensors_are_written_to_memory_without_a_copy_between(memory: Path) -> None:
+    """A message has too few frames for each to have its own."""
+    given = {f"w{n}": np.full(50_000, n, np.float32) for n in range(100)}
+    tracemalloc.start()
+    try:
+        views, digest = weights_file.write_arrays(memory / "file", FLEET, (1, 1), given)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < sum(array.nbytes for array in given.values()) // 4
+    assert digest == weights_digest(given) == weights_digest(views)
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_announced_weights_without_a_shared_file_are_pulled_at_once(memory: Path, *, is_there: bool) -> None:
     if not is_there:

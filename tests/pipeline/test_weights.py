@@ -47,6 +47,7 @@ from support.pipeline.delivery import (
 from support.waiting import wait_until
 
 SMALL = 10
+ONE = np.ones(1, np.float32)
 LARGE = 700_000
 """Elements of float32: 2.8 MB, three pieces."""
 
@@ -254,11 +255,10 @@ def test_weights_without_tensors_or_with_complex_numbers_are_refused(publisher: 
         ({"w": np.array(["text"])}, "dtype <U4"),
         ({"w": torch.zeros(3, device="meta")}, "'w' of dtype torch.float32 cannot be published"),
         ({"w": np.zeros((1,) * 9)}, "9 axes"),
-        ({f"w{n}": np.zeros(1) for n in range(4097)}, "4097 arrays"),
-        ({f"w{n}": np.zeros(10) for n in range(4097)}, "4097 arrays"),
-        ({f"{n}" + "n" * 400: np.zeros(1) for n in range(4000)}, "header of WEIGHTS"),
-        ({f"{n}" + "n" * 400: np.zeros(10) for n in range(4000)}, "header of WEIGHTS"),
-        ({"w": np.broadcast_to(np.zeros(1, np.float32), (65 << 20,))}, "weights of 260 MiB"),
+        ({f"w{n}": ONE for n in range(65_537)}, "0 MiB in 65,537 arrays"),
+        ({f"{n}" + "n" * 400_000: np.zeros(1) for n in range(45)}, "header of WEIGHTS"),
+        ({f"{n}" + "n" * 400_000: np.zeros(200) for n in range(45)}, "header of WEIGHTS"),
+        ({"w": np.broadcast_to(ONE, ((1 << 30) + 1,))}, "weights of 4,096 MiB in 1 arrays"),
     ],
 )
 def test_weights_that_cannot_be_sent_are_refused_and_the_ones_before_stay(

@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireMessage, decode, frames_of
+from headrace.schemas.frames.wire import WEIGHTS_LIMITS, Buffer, MessageKind, WireMessage, decode, frames_of
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, WeightsVersion, merge_received, read_weights
@@ -251,8 +251,8 @@ class WeightsReceiver:
         Raises `DecodeError` for sizes that no version has. A version of no bytes would never be complete.
         """
         size = sum(sizes)
-        if not 0 < size <= MOST_WEIGHTS_BYTES or len(sizes) > DEFAULT_LIMITS.frames:
-            allowed = f"1 to {MOST_WEIGHTS_BYTES} in {DEFAULT_LIMITS.frames} are allowed"
+        if not 0 < size <= MOST_WEIGHTS_BYTES or len(sizes) > WEIGHTS_LIMITS.frames:
+            allowed = f"1 to {MOST_WEIGHTS_BYTES} in {WEIGHTS_LIMITS.frames} are allowed"
             raise DecodeError("payload_sizes", f"weights {version} of {size} bytes in {len(sizes)} frames; {allowed}")
         self._stop()
         room = self._shared.arriving(version, sizes) if self._shared is not None else None
