@@ -99,8 +99,11 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class _Shared(SharedWeights):
-    def _enter(self) -> bool:
-        return False
+    def claim(self) -> bool:
+        return True
+
+    def _put(self, *_: Any) -> None:
+        return None
 
 
 @pytest.fixture

@@ -291,7 +291,7 @@ def test_weights_larger_than_the_largest_batch_are_taken_whole(
     start_broker: StartBroker, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As from a learner on another machine, or where memory has no room."""
-    monkeypatch.setattr(SharedWeights, "_enter", lambda self: False)
+    monkeypatch.setattr(SharedWeights, "_put", lambda *_: None)
     broker = start_broker(max_batch_bytes=1 << 20)
     with WeightPublisher(broker.endpoints.learner) as publisher:
         publisher.publish(state(1.0, LARGE))
