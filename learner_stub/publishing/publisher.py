@@ -27,6 +27,7 @@ from headrace.learner_stub.publishing.broker_weights import BrokerWeights
 from headrace.learner_stub.publishing.task_publisher import TaskPublisher
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.closable import Closable
+from headrace.schemas.basics.process_usage import free_memory
 from headrace.schemas.basics.stop_event import interrupt_held
 from headrace.schemas.basics.tensor_array import bits_of, widened
 from headrace.schemas.chunks.module_spaces import check_module_ids
@@ -264,6 +265,10 @@ class WeightPublisher(Closable):
         for broker in self._brokers:
             if (shared := broker.share(seq, arrays)) is not None:
                 return shared
+        if (nbytes := nbytes_of(changed)) > (free := free_memory()):
+            raise EncodeError(
+                f"weights of {nbytes >> 20:,} MiB cannot be copied; {free / 2**20:,.0f} MiB of memory are left"
+            )
         copies = {**arrays, **each_once(np.ndarray.copy, changed)}
         return copies, weights_digest(copies)
 

@@ -18,7 +18,7 @@ from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import weights_digest
 from headrace.workers.fleet.weights import WeightsReceiver
 from support.pipeline import delivery
-from support.pipeline.delivery import BrokerThread, Feeder, StartBroker, StartFeeder
+from support.pipeline.delivery import BrokerThread, Feeder, StartBroker, StartFeeder, blocked
 from support.waiting import wait_until
 
 SMALL, LARGE = 1_000, 1_000_000
@@ -195,6 +195,30 @@ def test_a_broker_that_lost_the_base_gets_the_whole(
         publisher.publish(part(size, 4.0), partial=True)
         acknowledge(publisher)
         assert decode(broker.ask(lambda b: b.relay.frames)).arrays["lora.b"] == 4.0
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_newer_versions_wait_until_a_large_one_has_arrived_and_only_the_newest_is_sent(
+    broker: BrokerThread, start_feeder: StartFeeder, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a learner that publishes faster than its link sends would fill its memory with versions that wait."""
+    monkeypatch.setattr("headrace.learner_stub.publishing.broker_weights._PACED_BYTES", LARGE)
+    follower = Follower(start_feeder(broker.endpoints.worker))
+    with WeightPublisher(broker.endpoints.learner) as publisher:
+        with blocked(broker):
+            publisher.publish(whole(LARGE))
+            for seq in (2, 3):
+                publisher.publish(part(LARGE, seq), partial=True)
+            assert len(sent) == 1
+        acknowledge(publisher)
+        assert sent == [pytest.approx(sent[0], abs=50)] * 2, "the broker has no base of the part"
+        follower.wait((1, 3), 3.0, LARGE)
+        with blocked(broker):
+            publisher.publish(whole(LARGE, 4.0))
+            publisher.publish(whole(LARGE, 5.0))
+            assert len(sent) == 3
+            publisher.close()
+    follower.wait((1, 5), 5.0, LARGE)
 
 
 def test_a_part_of_nothing_and_what_is_no_part_are_refused(publisher: WeightPublisher) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -508,6 +509,33 @@ def test_the_receiver_allocates_nothing_for_an_impossibly_large_version() -> Non
     part = WeightsPart(version=(1, 1), offset=0, frame_sizes=[1 << 40])
     receiver.receive(decode(encode(MessageKind.WEIGHTS_PART, part.model_dump(), {"part": np.zeros(9, np.uint8)})), 1.0)
     assert not receiver.pulling
+
+
+def test_a_version_for_which_there_is_no_memory_is_not_pulled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    relay, receiver = pieces_of((1, 2), 2.0, LARGE)
+    monkeypatch.setattr("headrace.workers.fleet.weights.free_memory", lambda: 2_000_000.0)
+    (pull,) = receiver.requests(1.0)
+    receiver.receive(decode(relay.part(pull)), 1.0)
+    assert not receiver.pulling
+    assert re.search(r"weights \(1, 2\) of 280\d+ bytes; 2000000 of memory are left", caplog.text)
+    monkeypatch.undo()
+    for now in range(9):
+        for pull in receiver.requests(now):
+            receiver.receive(decode(relay.part(pull)), now)
+    assert receiver.newest == (1, 2), "it is asked for again"
+
+
+def test_weights_for_whose_copy_there_is_no_memory_are_refused(
+    broker: BrokerThread, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SharedWeights, "_put", lambda *_: None)
+    monkeypatch.setattr("headrace.learner_stub.publishing.publisher.free_memory", lambda: 2_000_000.0)
+    with pytest.raises(EncodeError, match="weights of 2 MiB cannot be copied; 2 MiB of memory are left"):
+        publisher.publish(state(1.0, LARGE))
+    assert publisher.publish(state(1.0)) == 1
+    acknowledge(publisher)
 
 
 def test_changed_frame_sizes_restart_the_pull() -> None:

@@ -16,6 +16,7 @@ from itertools import accumulate
 import numpy as np
 
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.process_usage import free_memory
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import WEIGHTS_LIMITS, Buffer, MessageKind, WireMessage, decode, frames_of
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
@@ -248,7 +249,8 @@ class WeightsReceiver:
     def _start(self, version: Version, sizes: list[int]) -> ArrivingWeights:
         """Make room for a version. Memory is taken as pieces come, not at once.
 
-        Raises `DecodeError` for sizes that no version has. A version of no bytes would never be complete.
+        Raises `DecodeError` for sizes that no version has, or for which this machine has no memory. A version of no
+        bytes would never be complete.
         """
         size = sum(sizes)
         if not 0 < size <= MOST_WEIGHTS_BYTES or len(sizes) > WEIGHTS_LIMITS.frames:
@@ -258,6 +260,8 @@ class WeightsReceiver:
         room = self._shared.arriving(version, sizes) if self._shared is not None else None
         if room is None and self._shared is not None:
             self._shared.release()  # nobody has to wait for what comes to memory of this process
+        if room is None and size > (free := free_memory()):
+            raise DecodeError("payload_sizes", f"weights {version} of {size} bytes; {free:.0f} of memory are left")
         self._arriving = ArrivingWeights(version, sizes, room or OwnMemory(sizes))
         return self._arriving
 
