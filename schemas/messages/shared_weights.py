@@ -161,6 +161,15 @@ class SharedWeights:
         self._claim = claim
         return True
 
+    def progress(self) -> int:
+        """Return the time at which any process last wrote to a version that is not whole; 0 if there is none."""
+        times = [0]
+        for folder in self._entered():
+            for path in folder.path.glob(".*"):
+                with suppress(OSError):  # it is whole now
+                    times.append(path.stat().st_mtime_ns)
+        return max(times)
+
     def arriving(self, version: Version, sizes: Sequence[int]) -> NewFile | None:
         """Return a file for the frames of a version that this process pulls for all. None without the claim.
 

@@ -293,6 +293,25 @@ def test_a_worker_stops_waiting_for_a_stalled_puller_and_pulls_itself() -> None:
     assert [pull.offset for pull in receiver.requests(0.1 + OTHERS_PULL_S)] == [0]
 
 
+def test_a_worker_waits_for_a_slow_puller_as_long_as_pieces_come() -> None:
+    """A gigabyte takes longer than `OTHERS_PULL_S` over most links."""
+    slow = SharedWeights(FLEET)
+    assert slow.claim()
+    receiver, now = WeightsReceiver(FLEET, SharedWeights(FLEET)), 0.0
+    header = WeightsHeader(fleet_id=FLEET, version=(1, 1), digest=digest_of(1.0))
+    receiver.receive(decode(encode(MessageKind.WEIGHTS, header.model_dump())), now)
+    file = slow.arriving((1, 1), [100])
+    assert file is not None
+    for offset in range(3):
+        file.put(0, offset, b"x")
+        os.utime(slow._arriving or "", ns=(offset + 1, offset + 1))  # the clock of files is a coarse one
+        now += OTHERS_PULL_S
+        assert receiver.requests(now) == []
+    assert receiver.requests(now + OTHERS_PULL_S / 2) == []
+    assert [pull.offset for pull in receiver.requests(now + OTHERS_PULL_S)] == [0]
+    file.close()
+
+
 def test_a_worker_stops_waiting_for_a_stalled_puller_although_newer_versions_are_announced() -> None:
     still = SharedWeights(FLEET)
     assert still.claim()

@@ -31,7 +31,7 @@ PIECES_IN_FLIGHT = 8
 """Most pieces requested and not received. They fill a fast link, and bound the queue at the broker."""
 PULL_RETRY_S = 2.0
 OTHERS_PULL_S = 10.0
-"""Seconds to wait for a version that another worker of this machine pulls, before the worker pulls it too."""
+"""Seconds to wait for a worker of this machine that pulls a version and writes nothing, before another pulls it."""
 SEEK_S = 0.005
 """Seconds between two looks for a version that another worker of this machine pulls."""
 BROADCAST_S = 0.2
@@ -102,6 +102,8 @@ class WeightsReceiver:
         """An announced version that another worker of this machine pulls."""
         self._others_until = 0.0
         """The time until which it, or a newer one, is left to that worker."""
+        self._progress = 0
+        """What the other worker had written when that time was set."""
 
     def receive(self, message: WireMessage, now: float) -> None:
         """Handle a WEIGHTS or WEIGHTS_PART message. One that fails its checksums is dropped and logged."""
@@ -210,9 +212,10 @@ class WeightsReceiver:
         elif may_pull:
             self._sought = None
             self._expect(header.version, now)
-        elif self._sought != header:
-            if self._sought is None:
-                self._others_until = now + OTHERS_PULL_S
+        elif shared is not None and (self._sought != header or now >= self._others_until):
+            progress = shared.progress()
+            if self._sought is None or progress != self._progress:
+                self._others_until, self._progress = now + OTHERS_PULL_S, progress
             self._sought = header
             self._expect(header.version, self._others_until)
 
