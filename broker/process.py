@@ -44,7 +44,7 @@ from headrace.schemas.credentials.key_files import fingerprint
 from headrace.schemas.credentials.keys import BROKER, BrokerKeys, read_broker_keys
 from headrace.schemas.errors import ConfigError, DecodeError
 from headrace.schemas.frames.wire import (
-    DEFAULT_LIMITS,
+    WEIGHTS_LIMITS,
     Buffer,
     MessageKind,
     WireLimits,
@@ -70,7 +70,7 @@ from headrace.schemas.messages import (
 )
 from headrace.schemas.messages.message_base import MOST_DETAIL
 from headrace.schemas.messages.shared_weights import SharedWeights
-from headrace.schemas.messages.weights import read_weights
+from headrace.schemas.messages.weights import MAPPED_BYTES, read_weights
 from headrace.schemas.messages.weights_messages import MAPPING_TOPIC
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
@@ -299,10 +299,9 @@ class Broker:
     def _take(self, socket: Socket, peer: Peer, frames: list[zmq.Frame]) -> None:
         """Handle a message."""
         now, is_of_worker = time.monotonic(), socket is self.sockets.workers
-        # A learner's weights may be larger than the largest batch.
-        limits = self._limits if is_of_worker else DEFAULT_LIMITS
         message: list[Any] = frames
-        kind, header = decode_header(message, limits)
+        # A learner's weights may be larger than the largest batch.
+        kind, header = decode_header(message, self._limits if is_of_worker else None)
         if kind is MessageKind.BATCH and is_of_worker:
             self.core.receive_batch(peer, read_batch_header(header), message, sum(map(len, message)), now)
         elif kind is MessageKind.WEIGHTS and not is_of_worker:
@@ -344,7 +343,7 @@ class Broker:
         """
         message: list[Buffer] = [frame.buffer for frame in frames]
         header, arrays = read_weights(
-            WireMessage(MessageKind.WEIGHTS, told, decode_arrays(told, message, of_weights=True))
+            WireMessage(MessageKind.WEIGHTS, told, decode_arrays(told, message, WEIGHTS_LIMITS, of_weights=True))
         )
         if not self.core.learners.may_publish(peer, header.version, self.core.workers.spaces):
             return
@@ -365,13 +364,17 @@ class Broker:
         self._send(peer, WeightsAck(version=header.version, is_held=bool(whole)))
 
     def keep_weights(self, header: WeightsHeader, frames: list[Buffer], *, is_mapped: bool = False) -> bool:
-        """Keep a checked version if it is newer. Write all but a small one also to memory that workers here map.
+        """Keep a checked version if it is newer. Write all but a small one to memory that workers here map.
 
         `is_mapped`: it lies there.
         """
-        if not self.relay.offer(header, frames):
+        if header.version <= self.relay.version:
             return False
-        if is_mapped or (self.relay.is_to_be_mapped and self._shared.write(header, frames)):
+        if not is_mapped and sum(map(len, frames)) > MAPPED_BYTES and self._shared.write(header, frames):
+            found = self._shared.read(header.version, header.digest)
+            frames, is_mapped = (found[0], True) if found is not None else (frames, False)  # one copy stays
+        self.relay.offer(header, frames)
+        if is_mapped:
             self.relay.announce(header)
         self.core.published(header.version, time.monotonic())
         return True

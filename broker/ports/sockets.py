@@ -14,7 +14,7 @@ from headrace.broker.ports.zap_auth import ZapAuthenticator
 from headrace.schemas.basics.bounds import BROKER_CONNECTIONS
 from headrace.schemas.credentials.keys import BrokerKeys
 from headrace.schemas.errors import socket_folder_error
-from headrace.schemas.frames.manifest import DEFAULT_LIMITS
+from headrace.schemas.frames.manifest import DEFAULT_LIMITS, WEIGHTS_LIMITS
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortWatch, connection_limit
 from headrace.schemas.peers.ports import bind_to_port, check_insecure
@@ -51,7 +51,7 @@ class BrokerSockets:
         self._own = sockets.OwnSockets(zmq.Context(), "the broker", 0.5)
         self.auth = ZapAuthenticator(self._own, keys)
         self._places = connection_limit(BROKER_CONNECTIONS, ports=3)
-        batches, versions = config.max_batch_bytes + (1 << 20), DEFAULT_LIMITS.payload_bytes + (1 << 20)
+        batches, versions = config.max_batch_bytes + (1 << 20), WEIGHTS_LIMITS.payload_bytes + (1 << 20)
         try:
             if self._folder is not None:
                 lock_sockets(self._own, self._folder, "broker", Endpoints.model_fields)

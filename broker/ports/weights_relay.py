@@ -13,7 +13,6 @@ from headrace.schemas.frames.wire import Buffer, MessageKind, decode, encode
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull
 from headrace.schemas.messages.weights import (
     INLINE_BYTES,
-    MAPPED_BYTES,
     Arrays,
     encode_weights,
     merge_received,
@@ -125,11 +124,6 @@ class WeightsRelay:
     def is_small_part(self, frames: list[Buffer]) -> bool:
         """Return whether to broadcast this part of the version, and not have each machine pull all of it."""
         return self.is_large and sum(map(len, frames)) <= max(INLINE_BYTES, sum(self._newest.sizes) // _PART)
-
-    @property
-    def is_to_be_mapped(self) -> bool:
-        """Return whether the workers of this machine should map the version."""
-        return sum(self._newest.sizes) > MAPPED_BYTES
 
     def part(self, pull: WeightsPull) -> list[Buffer]:
         """Return the piece around the offset asked for; the first one of the newest version for a version not held.

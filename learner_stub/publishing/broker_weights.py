@@ -38,6 +38,9 @@ _SILENCE_S = 3.0
 _SLOWEST_BYTES_PER_S = 10e6
 """The slowest speed at which a broker may take a version before it is sent again. Sending too early only slows it."""
 
+_PACED_BYTES = 16 << 20
+"""A newer version waits until a message of more bytes has arrived, so that the memory of two is taken at most."""
+
 _CLOSING_S = 0.5
 """Seconds to wait at the end for a broker that has not mapped the newest version so far."""
 
@@ -66,6 +69,9 @@ class BrokerWeights:
         self._is_written = False
         self._is_part = False
         """True while the broker may ask for all of the newest version, of which it was sent a part."""
+        self._sent: Version = (0, 0)
+        """The newest version that was sent, and whether its message is a large one."""
+        self._is_large = False
         self._heard = 0.0
         self._next_send = 0.0
         self._refused: WeightsRefusal | None = None
@@ -98,7 +104,7 @@ class BrokerWeights:
         before = self.seq, self._arrays, self._digest
         self.seq, self._arrays, self._digest = seq, arrays, digest
         try:
-            if self.epoch:  # else after the first WELCOME
+            if self.epoch and not self._is_sending:  # else after the first WELCOME, or once the one before is there
                 is_part = before[2] != "" and len(changed) < len(arrays)
                 self._send_weights({name: arrays[name] for name in changed} if is_part else None, before[2])
         except EncodeError:
@@ -142,6 +148,8 @@ class BrokerWeights:
         if self.joined:
             while self._send_rows(connection.now(), at_once=True):
                 pass
+            if self._arrays is not None and self._sent < (self.epoch, self.seq):
+                self._send_weights()
             with suppress(HeadraceError):  # the publisher ends anyway
                 self._await_mapped()
         self.link.close()
@@ -167,8 +175,16 @@ class BrokerWeights:
         assert self._arrays is not None
         self._next_send = connection.now() + _RETRY_S
         self._is_part = part is not None
-        if self.link.send(self._message(self._arrays, part, base)):
+        frames = self._message(self._arrays, part, base)
+        if self.link.send(frames):
+            self._sent, self._is_large = (self.epoch, self.seq), sum(map(len, frames)) > _PACED_BYTES
             self._next_send += nbytes_of(self._arrays) / _SLOWEST_BYTES_PER_S
+
+    @property
+    def _is_sending(self) -> bool:
+        """Return whether a large message is probably on its way."""
+        waits = self._is_large and self.joined and self.acknowledged < self._sent
+        return waits and connection.now() < self._next_send
 
     def _message(self, arrays: Arrays, part: Arrays | None, base: str) -> list[Buffer]:
         """Return the newest version's announcement if it lies in memory that the broker maps, else the part or all."""
@@ -250,6 +266,8 @@ class BrokerWeights:
         """Note what the broker holds. If it does not find the newest version in memory, send that whole."""
         if ack.is_held:
             self.acknowledged = max(self.acknowledged, ack.version)
+            if self._sent <= self.acknowledged < (self.epoch, self.seq):
+                self._next_send = 0.0
         elif ack.version == self._written:  # an older one may have been removed meanwhile
             self._share_memory(shared=False)
             self._next_send = 0.0

@@ -27,12 +27,13 @@ from headrace.learner_stub.publishing.broker_weights import BrokerWeights
 from headrace.learner_stub.publishing.task_publisher import TaskPublisher
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.closable import Closable
+from headrace.schemas.basics.process_usage import free_memory
 from headrace.schemas.basics.stop_event import interrupt_held
 from headrace.schemas.basics.tensor_array import bits_of, widened
 from headrace.schemas.chunks.module_spaces import check_module_ids
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
 from headrace.schemas.errors import EncodeError, NotFiniteError, refusal
-from headrace.schemas.frames.manifest import DEFAULT_LIMITS, as_sent
+from headrace.schemas.frames.manifest import WEIGHTS_LIMITS, as_sent
 from headrace.schemas.messages.weights import (
     Arrays,
     fit_published,
@@ -158,13 +159,12 @@ class WeightPublisher(Closable):
         with `allow_non_finite` they are published, with one warning. A state dict does not tell buffers from
         parameters, so the check is then off for both.
 
-        Raises `EncodeError` for weights that may not go on the wire: more than 256 MiB or 4,096 arrays, a value that is
+        Raises `EncodeError` for weights that may not go on the wire: more than 4 GiB or 65,536 arrays, a value that is
         no tensor or array, a dtype without a place there, a name that is no text, an invalid module id, a part of no
-        version before. Raises
-        `WeightsMismatchError` and `ModuleError` for weights that do not fit the workers' modules, as soon as a
-        worker has told of them. `RefusedWeightsError` says that a worker could not load an earlier version. This
-        method raises it once the new one is sent; a waiting stream raises it too. Workers go on with the weights that
-        they have.
+        version before. Raises `WeightsMismatchError` and `ModuleError` for weights that do not fit the workers'
+        modules, as soon as a worker has told of them. `RefusedWeightsError` says that a worker could not load an
+        earlier version. This method raises it once the new one is sent; a waiting stream raises it too. Workers go on
+        with the weights that they have.
         """
         self._check_usable()
         with connection.shared(self.token).time_spent.part("publish"), interrupt_held(), self._lock:
@@ -263,6 +263,10 @@ class WeightPublisher(Closable):
         for broker in self._brokers:
             if (shared := broker.share(seq, arrays)) is not None:
                 return shared
+        if (nbytes := nbytes_of(changed)) > (free := free_memory()):
+            raise EncodeError(
+                f"weights of {nbytes >> 20:,} MiB cannot be copied; {free / 2**20:,.0f} MiB of memory are left"
+            )
         copies = {**arrays, **each_once(np.ndarray.copy, changed)}
         return copies, weights_digest(copies)
 
@@ -337,11 +341,12 @@ def array_views(state_dict: StateDict | Mapping[str, StateDict]) -> dict[str, ND
 
 def _as_sent(arrays: Arrays) -> Arrays:
     """Return arrays with the bytes that go on the wire. Raises `EncodeError` for those that may not."""
-    nbytes = nbytes_of(arrays)
-    if nbytes > DEFAULT_LIMITS.payload_bytes:
-        allowed = f"{DEFAULT_LIMITS.payload_bytes >> 20} MiB are allowed"
+    nbytes, most = nbytes_of(arrays), WEIGHTS_LIMITS
+    if nbytes > most.payload_bytes or len(arrays) > most.arrays:
+        allowed = f"{most.payload_bytes >> 20:,} MiB in {most.arrays:,} are allowed"
         raise EncodeError(
-            f"weights of {nbytes >> 20} MiB cannot be published; {allowed}; publish fewer or smaller ones"
+            f"weights of {nbytes >> 20:,} MiB in {len(arrays):,} arrays cannot be published; {allowed}; "
+            "publish fewer or smaller ones"
         )
     return {name: as_sent(name, array) for name, array in arrays.items()}
 

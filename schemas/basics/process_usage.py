@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import sys
@@ -33,6 +34,15 @@ def usage_of(pid: int) -> Usage | None:
 def own_usage() -> Usage | None:
     """Return what this process uses; None where the system does not tell."""
     return usage_of(os.getpid())
+
+
+def free_memory() -> float:
+    """Return the bytes of memory that processes may still take; infinity where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, IndexError, ValueError, StopIteration):
+        return math.inf
 
 
 def own_cores() -> int:

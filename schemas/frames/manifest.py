@@ -31,6 +31,9 @@ class WireLimits:
 
 DEFAULT_LIMITS = WireLimits()
 
+WEIGHTS_LIMITS = WireLimits(header_bytes=16 << 20, payload_bytes=4 << 30, arrays=65_536)
+"""Those of a WEIGHTS message, whose header has a row for each tensor."""
+
 _ALIGN = 64
 OWN_FRAME_BYTES = 64 * 1024
 """From this size on an array gets a frame of its own. pyzmq copies below it too, since a copy is then cheaper."""
@@ -54,6 +57,12 @@ def pack(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[Buffer], list[list[An
 
     A small array is copied once. A large one is not copied if it is contiguous and little-endian.
     """
+    joined, own, manifest = lay_out(arrays)
+    return [*([b"".join(joined)] if joined else []), *own], manifest
+
+
+def lay_out(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[Any], list[Buffer], list[list[Any]]]:
+    """Return (parts of the first frame, other frames, manifest rows). There is no first frame without parts."""
     joined: list[Any] = []
     joined_bytes = 0
     own: list[Buffer] = []
@@ -73,11 +82,10 @@ def pack(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[Buffer], list[list[An
             if padding := -nbytes % _ALIGN:
                 joined.append(bytes(padding))
             joined_bytes += nbytes + padding
-    first = [b"".join(joined)] if joined else []
     for row in manifest if own else ():
         if row[3] < 0:
-            row[3] = len(first) - row[3] - 1
-    return [*first, *own], manifest
+            row[3] = bool(joined) - row[3] - 1
+    return joined, own, manifest
 
 
 def as_sent(name: str, array: NDArray[Any]) -> NDArray[Any]:

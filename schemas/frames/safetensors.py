@@ -27,8 +27,8 @@ _METADATA = "__metadata__"
 _CHECKSUM = "checksum"
 _ALIGN = 8
 _MOST_AXES = 32
-MOST_ARRAYS = 1 << 16
-"""Sixteen times as many as a message may have: optimizers keep several for each weight."""
+MOST_ARRAYS = 1 << 18
+"""Four times as many as a version of the weights may have: optimizers keep several for each weight."""
 LONGEST_HEADER = 32 << 20
 """Parsed JSON takes about thirty times its bytes at worst."""
 _DTYPES = {

@@ -40,6 +40,7 @@ from headrace.schemas.frames.compression import LZ4, compress, decompress
 from headrace.schemas.frames.manifest import ALLOWED_DTYPES as ALLOWED_DTYPES
 from headrace.schemas.frames.manifest import DEFAULT_LIMITS as DEFAULT_LIMITS
 from headrace.schemas.frames.manifest import OWN_FRAME_BYTES as OWN_FRAME_BYTES
+from headrace.schemas.frames.manifest import WEIGHTS_LIMITS as WEIGHTS_LIMITS
 from headrace.schemas.frames.manifest import Buffer as Buffer
 from headrace.schemas.frames.manifest import WireLimits as WireLimits
 from headrace.schemas.frames.manifest import pack, view
@@ -115,7 +116,7 @@ def encode(
     `compressed`: compress its arrays by lz4, which must be installed, and which the receiver must read.
 
     Raises `EncodeError` for a dtype outside the allow-list (object arrays above all), a header that JSON cannot carry,
-    and a message that no receiver takes (`DEFAULT_LIMITS`). The sender must compare the payload's size with what the
+    and a message that no receiver takes (`limits_of`). The sender must compare the payload's size with what the
     receiver advertised.
     """
     if not arrays:
@@ -142,14 +143,19 @@ def encode_packed(
     `encoding`: fields that say how the frames are compressed. Frame 1 is filled with spaces to `header_bytes` where it
     is shorter. Raises as `encode` does.
     """
-    sizes = list(map(len, frames))
+    sizes, limits = list(map(len, frames)), limits_of(kind)
     nbytes = sum(sizes)
-    if len(manifest) > DEFAULT_LIMITS.arrays:
-        raise EncodeError(f"{kind.name} has {len(manifest)} arrays; {DEFAULT_LIMITS.arrays} are allowed")
-    if nbytes > DEFAULT_LIMITS.payload_bytes:
-        raise EncodeError(f"{kind.name} has {nbytes} bytes; {DEFAULT_LIMITS.payload_bytes} are allowed")
+    if len(manifest) > limits.arrays:
+        raise EncodeError(f"{kind.name} has {len(manifest)} arrays; {limits.arrays} are allowed")
+    if nbytes > limits.payload_bytes:
+        raise EncodeError(f"{kind.name} has {nbytes} bytes; {limits.payload_bytes} are allowed")
     payload = {"checksum": _checksum(frames), "sizes": sizes, "arrays": manifest, **(encoding or {})}
     return _seal(kind, {**header, "payload": payload}, frames, header_bytes)
+
+
+def limits_of(kind: MessageKind) -> WireLimits:
+    """Return what a receiver of this kind of message accepts, where it does not say otherwise."""
+    return WEIGHTS_LIMITS if kind is MessageKind.WEIGHTS else DEFAULT_LIMITS
 
 
 def is_compressed(header: Mapping[str, Any]) -> bool:
@@ -187,10 +193,10 @@ def _seal(kind: MessageKind, header: Mapping[str, Any], payload: list[Buffer], h
         body = orjson.dumps(header).ljust(header_bytes)
     except TypeError as error:
         raise EncodeError(f"header of {kind.name} cannot be written as JSON: {error}") from error
-    if len(body) > DEFAULT_LIMITS.header_bytes:
+    if len(body) > (most := limits_of(kind).header_bytes):
         if kind is MessageKind.BATCH:  # parts of it have fewer agents and tasks
-            raise InfosTooLargeError(len(body), DEFAULT_LIMITS.header_bytes, "names of agents, tasks and counts")
-        raise EncodeError(f"header of {kind.name} has {len(body)} bytes; {DEFAULT_LIMITS.header_bytes} are allowed")
+            raise InfosTooLargeError(len(body), most, "names of agents, tasks and counts")
+        raise EncodeError(f"header of {kind.name} has {len(body)} bytes; {most} are allowed")
     head = _TAG_HEAD.pack(MAGIC, PROTOCOL_MAJOR, PROTOCOL_MINOR, kind, 0)
     return [head + xxhash.xxh3_64_intdigest(head + body).to_bytes(8, "little"), body, *payload]
 
@@ -214,12 +220,17 @@ def _check_version(major: int, minor: int) -> None:
         raise DecodeError("version_mismatch", f"peer speaks protocol {major}.{minor}, this side {PROTOCOL_MAJOR}.x")
 
 
-def decode_header(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> tuple[MessageKind, dict[str, Any]]:
-    """Return (kind, header) after every check that needs no array byte, as a broker does before it forwards it."""
-    if not 2 <= len(frames) <= limits.frames:
-        raise DecodeError("frame_count", f"{len(frames)} frames; 2 to {limits.frames} are allowed")
+def decode_header(frames: Sequence[Buffer], limits: WireLimits | None = None) -> tuple[MessageKind, dict[str, Any]]:
+    """Return (kind, header) after every check that needs no array byte, as a broker does before it forwards it.
+
+    Without `limits`, those of the message's kind hold.
+    """
+    most = (limits or DEFAULT_LIMITS).frames
+    if not 2 <= len(frames) <= most:
+        raise DecodeError("frame_count", f"{len(frames)} frames; 2 to {most} are allowed")
     kind, major, minor, checksum = read_tag(frames[0])
     _check_version(major, minor)
+    limits = limits or limits_of(kind)
     if len(frames[1]) > limits.header_bytes:
         raise DecodeError("header_too_large", f"header of {len(frames[1])} bytes; {limits.header_bytes} are allowed")
     tag, body = bytes(frames[0]), bytes(frames[1])
@@ -302,10 +313,11 @@ def _check_sizes(payload: Any, frames: Sequence[Buffer], limits: WireLimits) -> 
         raise DecodeError("payload_sizes", f"payload frames of {sizes[:8]} bytes are not what the header announces")
 
 
-def decode(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> WireMessage:
+def decode(frames: Sequence[Buffer], limits: WireLimits | None = None) -> WireMessage:
     """Return the message in `frames`, its arrays as read-only views. Raises `DecodeError` and nothing else."""
     kind, header = decode_header(frames, limits)
-    return WireMessage(kind, header, decode_arrays(header, frames, limits, of_weights=kind is MessageKind.WEIGHTS))
+    of_weights, limits = kind is MessageKind.WEIGHTS, limits or limits_of(kind)
+    return WireMessage(kind, header, decode_arrays(header, frames, limits, of_weights=of_weights))
 
 
 def decode_arrays(

@@ -12,6 +12,8 @@ Those of its machine find the file by the version and digest of the announcement
 machine one of them pulls the version and writes it for the others. Where there is no such file, or it is not the
 announced version, the broker asks for the version whole, and each worker pulls its own.
 
+A version for which memory has no room, as in a container, lies in such a folder on disk, in `DISK`.
+
 The last process that leaves removes the folder. After a kill, the next that enters any such folder removes it, and so
 does a supervisor at the end of its fleet.
 """
@@ -21,15 +23,19 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
+import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.process_usage import free_memory
 from headrace.schemas.basics.run_files import open_own
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode
@@ -42,6 +48,11 @@ log = logging.getLogger(__name__)
 MEMORY = Path("/dev/shm")
 """Folder whose files are in memory."""
 
+DISK = Path(tempfile.gettempdir())
+"""Folder for a version that memory has no room for."""
+
+T = TypeVar("T")
+
 _USERS, _PULLER = "users", "puller"
 _NAME = re.compile(r"(\d{1,15})-(\d{1,15})-[0-9a-f]{32}")
 _ASIDE = re.compile(r"\.(\d{1,15})-(\d{1,15})\.\d+")
@@ -50,21 +61,20 @@ _TRIES = 10
 
 
 class SharedWeights:
-    """This process's access to the folder of one fleet. It enters the folder with the first version.
+    """This process's access to the files of one fleet. It enters their folder with the first version.
 
-    Nothing here waits, or raises an error of the machine: where memory cannot be shared, it warns once, and weights go
-    over sockets.
+    Nothing here waits, or raises an error of the machine: where memory cannot be shared, it warns once, and weights lie
+    on disk. Where that cannot be shared either, they go over sockets.
     """
 
     def __init__(self, fleet_id: str) -> None:
         self._fleet_id = fleet_id
-        self._root = _root()
-        self._folder = self._root / hashlib.blake2b(fleet_id.encode(), digest_size=12).hexdigest()
-        self._lock: int | None = None
+        name = hashlib.blake2b(fleet_id.encode(), digest_size=12).hexdigest()
+        self._memory, self._disk = (_Folder(root, name) for root in _roots())
         self._claim: int | None = None
         self._arriving: Path | None = None
         """The file of a version that this process pulls for all."""
-        self._unusable = self._told = False
+        self._told: set[_Folder | None] = set()
 
     def write(self, header: WeightsHeader, frames: list[Buffer]) -> bool:
         """Write a version for other processes, and remove older ones. Return whether it is there.
@@ -72,20 +82,16 @@ class SharedWeights:
         The caller has checked the digest of the frames' arrays.
         """
         name = _name_of(header.version, header.digest)
-        if not name or not self._enter():
-            return False
-        aside, path = self._aside(header.version), self._folder / name
         self.remove_older(header.version)
-        try:
-            if not path.exists():
-                _check_room(self._folder, sum(map(len, frames)))
-                write_frames(aside, frames)
-                aside.replace(path)
-        except OSError as error:
-            aside.unlink(missing_ok=True)
-            self._warn(error)
-            return False
-        return True
+        if not name or any((folder.path / name).exists() for folder in self._entered()):
+            return bool(name)
+
+        def write(aside: Path) -> bool:
+            write_frames(aside, frames)
+            aside.replace(aside.with_name(name))
+            return True
+
+        return self._put(header.version, sum(map(len, frames)), write) or False
 
     def write_arrays(self, version: Version, arrays: Arrays) -> tuple[Arrays, str] | None:
         """Write a version, and return its arrays as views of the file, which they keep, and their digest.
@@ -94,32 +100,24 @@ class SharedWeights:
 
         Raises `EncodeError` for arrays that may not go on the wire.
         """
-        if not self._enter():
-            return None
-        aside = self._aside(version)
-        try:
-            _check_room(self._folder, nbytes_of(arrays))
+
+        def write(aside: Path) -> tuple[Arrays, str]:
             views, digest = write_arrays(aside, self._fleet_id, version, arrays)
-            aside.replace(self._folder / _name_of(version, digest))
-        except BaseException as error:
-            aside.unlink(missing_ok=True)
-            if isinstance(error, OSError | ValueError):
-                self._warn(error)
-                return None
-            raise
-        return views, digest
+            aside.replace(aside.with_name(_name_of(version, digest)))
+            return views, digest
+
+        return self._put(version, nbytes_of(arrays), write)
 
     def remove_older(self, version: Version) -> None:
         """Remove the files of versions before `version`, written whole or not."""
-        if not self._enter():
-            return
-        try:
-            for path in self._folder.iterdir():
-                known = _NAME.fullmatch(path.name) or _ASIDE.fullmatch(path.name)
-                if known is not None and (int(known[1]), int(known[2])) < version:
-                    path.unlink(missing_ok=True)
-        except OSError as error:
-            self._warn(error)
+        for folder in self._entered():
+            try:
+                for path in folder.path.iterdir():
+                    known = _NAME.fullmatch(path.name) or _ASIDE.fullmatch(path.name)
+                    if known is not None and (int(known[1]), int(known[2])) < version:
+                        path.unlink(missing_ok=True)
+            except OSError as error:
+                self._warn(f"{folder.path}: {error}")
 
     def read(self, version: Version, digest: str) -> tuple[list[Buffer], Arrays] | None:
         """Return the frames of a version's WEIGHTS message, and its arrays. None where it is not there.
@@ -128,31 +126,32 @@ class SharedWeights:
         The digest is not: the writer has taken it of these bytes, or its caller has checked it.
         """
         name = _name_of(version, digest)
-        if not name or not self._enter():
-            return None
-        try:
-            frames = map_frames(f"{self._folder}/{name}")  # pathlib takes as long as to open the file
-            message = decode(frames)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, DecodeError) as error:
-            self._warn(error)
-            return None
-        told = [message.kind, *map(message.header.get, ("fleet_id", "version", "digest"))]
-        is_that = told == [MessageKind.WEIGHTS, self._fleet_id, list(version), digest]
-        return (frames, message.arrays) if is_that else None
+        for folder in self._entered() if name else ():
+            try:
+                frames = map_frames(f"{folder.path}/{name}")  # pathlib takes as long as to open the file
+                message = decode(frames)
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, DecodeError) as error:
+                self._warn(f"{folder.path}: {error}")
+                continue
+            told = [message.kind, *map(message.header.get, ("fleet_id", "version", "digest"))]
+            if told == [MessageKind.WEIGHTS, self._fleet_id, list(version), digest]:
+                return frames, message.arrays
+        return None
 
     def claim(self) -> bool:
         """Become the process that pulls the next version for this machine. Return False while another has the claim.
 
         The claim ends with `release`, and with the process. Where memory cannot be shared, each process pulls.
         """
-        if self._claim is not None or not self._enter():
+        folder = next(self._entered(), None)
+        if self._claim is not None or folder is None:
             return True
         try:
-            claim = open_own(self._folder / _PULLER, os.O_RDWR | os.O_CREAT, 0o600)
+            claim = open_own(folder.path / _PULLER, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            self._warn(error)
+            self._warn(f"{folder.path}: {error}")
             return True
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,6 +161,15 @@ class SharedWeights:
         self._claim = claim
         return True
 
+    def progress(self) -> int:
+        """Return the time at which any process last wrote to a version that is not whole; 0 if there is none."""
+        times = [0]
+        for folder in self._entered():
+            for path in folder.path.glob(".*"):
+                with suppress(OSError):  # it is whole now
+                    times.append(path.stat().st_mtime_ns)
+        return max(times)
+
     def arriving(self, version: Version, sizes: Sequence[int]) -> NewFile | None:
         """Return a file for the frames of a version that this process pulls for all. None without the claim.
 
@@ -170,22 +178,21 @@ class SharedWeights:
         if self._claim is None:
             return None
         self.remove_older(version)
-        try:
-            _check_room(self._folder, sum(sizes))
-            self._arriving = self._aside(version)
-            return NewFile(self._arriving, sizes)
-        except (OSError, ValueError) as error:
-            self.give_up(error)
-            return None
+
+        def begin(aside: Path) -> NewFile:
+            self._arriving = aside
+            return NewFile(aside, sizes)
+
+        return self._put(version, sum(sizes), begin)
 
     def arrived(self, header: WeightsHeader) -> None:
         """Let other processes find the file that `arriving` returned. The caller has checked the digest."""
         name, self._arriving = self._arriving, None
         if name is not None:
             try:
-                name.replace(self._folder / _name_of(header.version, header.digest))
+                name.replace(name.with_name(_name_of(header.version, header.digest)))
             except OSError as error:
-                self._warn(error)
+                self._warn(str(error))
 
     def give_up(self, error: Exception | None = None) -> None:
         """Remove the file of a version that does not arrive. `error`: why it cannot be written."""
@@ -193,7 +200,7 @@ class SharedWeights:
             self._arriving.unlink(missing_ok=True)
             self._arriving = None
         if error is not None:
-            self._warn(error)
+            self._warn(str(error))
 
     def release(self) -> None:
         """Give the claim back, if this process has it."""
@@ -206,52 +213,93 @@ class SharedWeights:
     def close(self, *, remove: bool = True) -> None:
         """Leave the folder, and `remove` it if no process uses it. Else the next one that leaves it does."""
         self.release()
+        for folder in (self._memory, self._disk):
+            folder.leave(remove=remove)
+
+    def _entered(self) -> Iterator[_Folder]:
+        """Yield the folders that may have versions, in which this process takes part."""
+        for folder in (self._memory, self._disk):
+            if folder is self._memory or folder.path.is_dir():
+                with suppress(OSError):  # `_put` tells it
+                    folder.enter()
+                    yield folder
+
+    def _put(self, version: Version, nbytes: int, write: Callable[[Path], T]) -> T | None:
+        """Return what `write` makes of a file for a version, in memory or else on disk; None where it cannot."""
+        why = list[str]()
+        for folder in (self._memory, self._disk):
+            aside = folder.path / f".{version[0]}-{version[1]}.{os.getpid()}"
+            try:
+                folder.enter()
+                _check_room(folder.path, nbytes, free_memory() if folder is self._memory else math.inf)
+                done = write(aside)
+            except BaseException as error:
+                with suppress(OSError):
+                    aside.unlink()
+                if not isinstance(error, OSError | ValueError):
+                    raise
+                why.append(f"{folder.root}: {error}")
+                continue
+            if why:
+                self._warn("; ".join(why), folder)
+            return done
+        self._arriving = None
+        self._warn("; ".join(why))
+        return None
+
+    def _warn(self, why: str, folder: _Folder | None = None) -> None:
+        """Say once why versions are not in memory, or in no file at all."""
+        then = "they go over sockets to each process of this machine"
+        if folder is not None:
+            then = f"they lie in files in {folder.root}"
+        level = logging.DEBUG if folder in self._told else logging.WARNING
+        log.log(level, "weights are not shared in memory (%s); %s", why, then)
+        self._told.add(folder)
+
+
+class _Folder:
+    """A fleet's folder of files in `root`, which is this user's alone. `path` is there once this process enters it."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.root, self.path = root, root / name
+        self._lock: int | None = None
+        self._unusable: OSError | None = None
+
+    def enter(self) -> None:
+        """Take part in the folder. Make it if there is none. Raises `OSError`, from then on always the same."""
+        if self._unusable is not None:
+            raise self._unusable
+        if self._lock is None:
+            try:
+                if not self.root.parent.is_dir():
+                    raise FileNotFoundError(f"there is no {self.root.parent}")
+                self._lock = _enter(self.root, self.path)
+                remove_unused_weights()
+            except OSError as error:
+                self._unusable = error
+                raise
+
+    def leave(self, *, remove: bool) -> None:
+        """Leave the folder, and `remove` it if no process uses it. Else the next one that leaves it does."""
         if self._lock is not None:
             if remove:
-                _remove_unused(self._folder, self._lock)
+                _remove_unused(self.path, self._lock)
             os.close(self._lock)
             self._lock = None
 
-    def _enter(self) -> bool:
-        """Take part in the folder, which is this user's alone. Make it if there is none. Return whether that worked."""
-        if self._lock is None and not self._unusable:
-            try:
-                if not self._root.parent.is_dir():
-                    raise FileNotFoundError(f"there is no {self._root.parent}")
-                self._lock = _enter(self._root, self._folder)
-                remove_unused_weights()
-            except OSError as error:
-                self._unusable = True
-                self._warn(error)
-        return self._lock is not None
 
-    def _aside(self, version: Version) -> Path:
-        return self._folder / f".{version[0]}-{version[1]}.{os.getpid()}"
-
-    def _warn(self, error: Exception) -> None:
-        log.log(
-            logging.DEBUG if self._told else logging.WARNING,
-            "weights are not shared in %s: %s; they go over sockets to each process of this machine",
-            self._root,
-            error,
-        )
-        self._told = True
-
-
-def _root() -> Path:
-    return MEMORY / f"headrace-{os.geteuid()}"
+def _roots() -> list[Path]:
+    return [place / f"headrace-{os.geteuid()}" for place in (MEMORY, DISK)]
 
 
 def remove_unused_weights() -> None:
     """Remove what killed processes of this user have left: each folder that no process uses."""
-    root = _root()
-    try:
-        _check_own(root)
-        for folder in root.iterdir():
-            _remove_if_unused(folder)
-        root.rmdir()
-    except OSError:
-        return  # there is none, or it is in use
+    for root in _roots():
+        with suppress(OSError):  # there is none, or it is in use
+            _check_own(root)
+            for folder in root.iterdir():
+                _remove_if_unused(folder)
+            root.rmdir()
 
 
 def _remove_if_unused(folder: Path) -> None:
@@ -317,12 +365,12 @@ def _check_own(folder: Path) -> None:
         raise PermissionError(f"{folder} is no folder that this user alone can use")
 
 
-def _check_room(folder: Path, nbytes: int) -> None:
-    """Raise `OSError` where a version would take more than half of the memory that is left for files."""
+def _check_room(folder: Path, nbytes: int, free: float) -> None:
+    """Raise `OSError` where a version would take more than half of what is left for files, or of `free` memory."""
     about = os.statvfs(folder)
-    left = about.f_bavail * about.f_frsize
+    left = min(about.f_bavail * about.f_frsize, free)
     if nbytes > left // 2:
-        raise OSError(f"{nbytes} bytes are more than half of the {left} that are left there")
+        raise OSError(f"{nbytes} bytes are more than half of the {left:.0f} that are left there")
 
 
 def _name_of(version: Version, digest: str) -> str:

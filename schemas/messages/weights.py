@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.tensor_array import dtype_name
 from headrace.schemas.errors import WRAPPERS, DecodeError, EncodeError, WeightsMismatchError, which_module_error
-from headrace.schemas.frames.manifest import pack
-from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireMessage, encode_packed
+from headrace.schemas.frames.manifest import lay_out
+from headrace.schemas.frames.wire import WEIGHTS_LIMITS, Buffer, MessageKind, WireMessage, encode_packed
 from headrace.schemas.messages import ModuleKinds, WeightsHeader, kind_of, read
 
 Arrays = Mapping[str, NDArray[Any]]
 
-MOST_WEIGHTS_BYTES = DEFAULT_LIMITS.payload_bytes + 2 * DEFAULT_LIMITS.header_bytes
+MOST_WEIGHTS_BYTES = WEIGHTS_LIMITS.payload_bytes + 2 * WEIGHTS_LIMITS.header_bytes
 """Bytes of one version's message at most."""
 
 INLINE_BYTES = 1 << 18
@@ -221,16 +221,22 @@ def encode_weights(fleet_id: str, version: Version, arrays: Arrays, digest: str 
 
 
 def pack_weights(arrays: Arrays) -> tuple[list[Buffer], list[list[Any]]]:
-    """Return what `pack` does of arrays in the order of their names. One that stands under two names is sent once.
+    """Return what `pack` does of arrays, laid out by `lay_out_weights`."""
+    joined, own, manifest = lay_out_weights(arrays)
+    return [*([b"".join(joined)] if joined else []), *own], manifest
+
+
+def lay_out_weights(arrays: Arrays) -> tuple[list[Any], list[Buffer], list[list[Any]]]:
+    """Return what `lay_out` does of arrays in the order of their names. One that stands under two names is sent once.
 
     A receiver can take the digest while they come.
     """
     first = {id(array): name for name, array in sorted(arrays.items(), reverse=True)}
-    frames, manifest = pack({name: arrays[name] for name in sorted(first.values())})
+    joined, own, manifest = lay_out({name: arrays[name] for name in sorted(first.values())})
     if len(first) < len(arrays):
         rows = {row[0]: row[1:] for row in manifest}
         manifest = [[name, *rows[first[id(array)]]] for name, array in sorted(arrays.items())]
-    return frames, manifest
+    return joined, own, manifest
 
 
 def nbytes_of(arrays: Arrays) -> int:

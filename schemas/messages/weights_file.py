@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,17 @@ from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.closable import Closable
 from headrace.schemas.basics.run_files import open_own
 from headrace.schemas.frames.manifest import view
-from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode_packed
+from headrace.schemas.frames.wire import WEIGHTS_LIMITS, Buffer, MessageKind, encode_packed
 from headrace.schemas.messages import WeightsHeader
 from headrace.schemas.messages.weights import (
     Arrays,
-    pack_weights,
+    lay_out_weights,
     weights_digest,
 )
 
 _ALIGN = 64
 _TAG_BYTES = 16
+_PIECE_BYTES = 1 << 20
 _MOST_DIGITS = 21
 """Characters of a number of 64 bits in JSON, with its comma."""
 
@@ -48,13 +49,16 @@ def write_arrays(path: Path, fleet_id: str, version: Version, arrays: Arrays) ->
 
     Raises `OSError`, and `EncodeError` for arrays that may not go on the wire.
     """
-    payload, manifest = pack_weights(arrays)
+    joined, own, manifest = lay_out_weights(arrays)
+    sizes = [*([sum(map(_nbytes, joined))] if joined else []), *map(len, own)]
     header = WeightsHeader(fleet_id=fleet_id, version=version, digest="0" * 32).model_dump()
     draft = encode_packed(MessageKind.WEIGHTS, header, [], manifest)
-    header_bytes = len(draft[1]) + _MOST_DIGITS * (1 + len(payload))
-    with NewFile(path, [_TAG_BYTES, header_bytes, *map(len, payload)]) as file:
-        for number, part in enumerate(payload, 2):
-            file.put(number, 0, part)
+    header_bytes = len(draft[1]) + _MOST_DIGITS * (1 + len(sizes))
+    with NewFile(path, [_TAG_BYTES, header_bytes, *sizes]) as file:
+        for offset, piece in _in_pieces(joined):
+            file.put(2, offset, piece)
+        for number, frame in enumerate(own, 2 + bool(joined)):
+            file.put(number, 0, frame)
         views = _views(manifest, file.frames)
         header["digest"] = weights_digest(views)
         message = encode_packed(MessageKind.WEIGHTS, header, file.frames[2:], manifest, header_bytes=header_bytes)
@@ -63,12 +67,28 @@ def write_arrays(path: Path, fleet_id: str, version: Version, arrays: Arrays) ->
     return views, header["digest"]
 
 
+def _in_pieces(joined: list[Any]) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, bytes) of what is joined: many small parts at once, and never a copy of all."""
+    offset, size, parts = 0, 0, list[Any]()
+    for part in joined:
+        parts.append(part)
+        size += _nbytes(part)
+        if size >= _PIECE_BYTES:
+            yield offset, b"".join(parts)
+            offset, size, parts = offset + size, 0, []
+    yield offset, b"".join(parts)
+
+
+def _nbytes(part: Any) -> int:
+    return memoryview(part).nbytes
+
+
 def _views(manifest: list[list[Any]], frames: list[Buffer]) -> Arrays:
     """Return a file's arrays. Names with the same bytes have the same array, as `pack_weights` found them."""
     found: dict[tuple[Any, ...], NDArray[Any]] = {}
     arrays: dict[str, NDArray[Any]] = {}
     for name, dtype, shape, *at in manifest:
-        _, array = view([name, dtype, list(shape), *at], frames, DEFAULT_LIMITS, of_weights=True)
+        _, array = view([name, dtype, list(shape), *at], frames, WEIGHTS_LIMITS, of_weights=True)
         arrays[name] = found.setdefault((dtype, shape, *at), array)
     return arrays
 

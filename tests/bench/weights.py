@@ -8,6 +8,7 @@ The last case has one worker that samples, `arriving` while a version of 20 MB i
 the same worker without.
 
 PYTHONPATH=tests python -m bench.run --only weights
+PYTHONPATH=tests python -m bench.weights    # 1 GiB to 8 workers, which takes 12 GiB of memory
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import hashlib
 import math
 import mmap
 import os
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -30,8 +33,8 @@ from numpy.typing import NDArray
 
 from bench.pipeline import Fleet
 from bench.processes import FLEET_ID, FORKED, Processes, until_terminated
-from bench.table import Row, rows_of
-from bench.turns import in_turns
+from bench.table import Row, rows_of, show
+from bench.turns import Turn, in_turns
 from headrace.learner_stub import WeightPublisher
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.settings.config import FleetConfig
@@ -39,6 +42,7 @@ from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.modules import actor_critic
 from headrace.workers.policy.module_weights import write_weights
+from support.raw_zmtp import memory_of
 
 CASES = ((20.0, 8, 1 / 1.5), (100.0, 2, 1 / 1.5), (1.0, 2, 1 / 2), (0.1, 8, 1 / 3))
 """Megabytes of a version, workers, and the mark."""
@@ -65,6 +69,63 @@ def measure(seconds: float, rounds: int, cases: tuple[tuple[float, int, float], 
         case = f"{megabytes:g} MB to {workers}"
         rows += rows_of("weights", case, "KB/s", turns, "shared memory", {"headrace": mark})
     return rows + measure_sampling(seconds, rounds)
+
+
+def measure_large(versions: int, nbytes: int = 1 << 30, workers: int = 8) -> list[Row]:
+    """Measure versions of a gigabyte: one arm after the other, since the machine has memory for one at a time.
+
+    The rows of memory are the most that was seen, in copies of a version.
+    """
+    case, rounds, peaks = f"{nbytes >> 20} MiB to {workers}", list[dict[str, Turn]](), Counter[str]()
+    for _ in range(versions):
+        turns = {}
+        for name, arm in (("shared memory", SharedMemory), ("headrace", Headrace)):
+            with (
+                Processes() as processes,
+                arm(nbytes, workers, processes) as side,
+                Peaks({"publisher": os.getpid(), **side.pids}) as seen,
+            ):
+                side.take()
+                began = perf_counter()
+                amounts = [side.take() for _ in range(2)]
+                seconds = perf_counter() - began
+            turns[name] = Turn(sum(amounts) / seconds, math.nan)
+        peaks |= seen.peaks
+        rounds.append(turns)
+    rows = rows_of("large", case, "KB/s", rounds, "shared memory", {"headrace": 1 / 1.3})
+    copies = {name: peak / nbytes for name, peak in peaks.items()}
+    return rows + [Row("large", case, name, "copies", n, n, n, n) for name, n in copies.items()]
+
+
+class Peaks:
+    """The most memory of its own that each process took meanwhile, and that files in memory took."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self.peaks = Counter[str]()
+        self._pids = pids
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def _look(self) -> None:
+        while not self._over.wait(0.01):
+            now = self._seen()
+            for name, nbytes in now.items():
+                who = "worker" if name.startswith("worker") else name
+                self.peaks[who] = max(self.peaks[who], nbytes - self._before[name])
+
+    def _seen(self) -> dict[str, int]:
+        used = os.statvfs(_MEMORY)
+        files = (used.f_blocks - used.f_bfree) * used.f_frsize
+        return {name: memory_of(pid, "RssAnon") for name, pid in self._pids.items()} | {"files in memory": files}
+
+    def __enter__(self) -> Self:
+        self._before = self._seen()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 def measure_sampling(seconds: float, rounds: int) -> list[Row]:
@@ -109,14 +170,18 @@ def heavy_policy(spaces: Spaces) -> torch.nn.Module:
 def state_of(nbytes: int) -> dict[str, NDArray[Any]]:
     """Return tensors of `nbytes` in all."""
     rng = np.random.default_rng(0)
-    return {f"layer{n}": rng.standard_normal(nbytes // _TENSORS // 4, np.float32) for n in range(_TENSORS)}
+    return {name: rng.standard_normal(size, np.float32) for name, size in _sizes(nbytes).items()}
+
+
+def _sizes(nbytes: int) -> dict[str, int]:
+    return {f"layer{n}": nbytes // _TENSORS // 4 for n in range(_TENSORS)}
 
 
 def module_of(nbytes: int) -> torch.nn.Module:
     """Return a module that loads `state_of(nbytes)`."""
     module = torch.nn.Module()
-    for name, array in state_of(nbytes).items():
-        module.register_buffer(name, torch.zeros(array.shape))
+    for name, size in _sizes(nbytes).items():
+        module.register_buffer(name, torch.zeros(size))
     return module
 
 
@@ -233,7 +298,7 @@ class SharedMemory(Publishing):
 def _read(path: Path, nbytes: int, turn: Any, loaded: Any) -> None:
     """Run a process that maps each version, checks it and loads it."""
     stopping, module = until_terminated(), module_of(nbytes)
-    shapes = {name: array.shape for name, array in state_of(nbytes).items()}
+    sizes = _sizes(nbytes)
     loaded.release()
     while not stopping.is_set():
         if not turn.poll(0.5):
@@ -244,6 +309,10 @@ def _read(path: Path, nbytes: int, turn: Any, loaded: Any) -> None:
         assert xxhash.xxh3_64_intdigest(whole) == checksum
         offset = 0
         for name, tensor in module.state_dict().items():
-            tensor.numpy()[...] = np.ndarray(shapes[name], np.float32, whole, offset)
+            tensor.numpy()[...] = np.ndarray(sizes[name], np.float32, whole, offset)
             offset += tensor.numpy().nbytes
         loaded.release()
+
+
+if __name__ == "__main__":
+    show(measure_large(3))

@@ -20,7 +20,7 @@ LARGE = ("--set", 'module.config={"hidden": [600, 600]}', "--set", "learner.epoc
 def test_a_fleet_with_shared_weights_survives_kills_of_broker_and_worker(tmp_path: Path) -> None:
     with RunningFleet(tmp_path, "--workers", "2", "--num-envs", "8", *LARGE) as fleet:
         fleet.wait_until(lambda: fleet.steps() > 2_000, "training has begun")
-        shared = SharedWeights(orjson.loads((tmp_path / "fleet.json").read_bytes())["fleet_id"])._folder
+        shared = SharedWeights(orjson.loads((tmp_path / "fleet.json").read_bytes())["fleet_id"])._memory.path
         for role, slot in (("broker", None), ("worker", 0), ("broker", None)):
             fleet.wait_until(lambda: list(shared.glob("[0-9]*-*")), "weights in memory")
             killed = fleet.send(signal.SIGKILL, role, slot)

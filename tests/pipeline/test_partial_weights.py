@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from headrace.broker.files.state_file import read_broker_file
+from headrace.broker.ports import weights_relay
 from headrace.learner_stub import WeightPublisher
 from headrace.learner_stub.publishing.broker_weights import BrokerWeights
 from headrace.schemas.basics.bounds import Version
@@ -18,7 +23,7 @@ from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import weights_digest
 from headrace.workers.fleet.weights import WeightsReceiver
 from support.pipeline import delivery
-from support.pipeline.delivery import BrokerThread, Feeder, StartBroker, StartFeeder
+from support.pipeline.delivery import BrokerThread, Feeder, StartBroker, StartFeeder, blocked, broker_process
 from support.waiting import wait_until
 
 SMALL, LARGE = 1_000, 1_000_000
@@ -99,8 +104,11 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class _Shared(SharedWeights):
-    def _enter(self) -> bool:
-        return False
+    def claim(self) -> bool:
+        return True
+
+    def _put(self, *_: Any) -> None:
+        return None
 
 
 @pytest.fixture
@@ -192,6 +200,89 @@ def test_a_broker_that_lost_the_base_gets_the_whole(
         publisher.publish(part(size, 4.0), partial=True)
         acknowledge(publisher)
         assert decode(broker.ask(lambda b: b.relay.frames)).arrays["lora.b"] == 4.0
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_newer_versions_wait_until_a_large_one_has_arrived_and_only_the_newest_is_sent(
+    broker: BrokerThread, start_feeder: StartFeeder, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a learner that publishes faster than its link sends would fill its memory with versions that wait."""
+    monkeypatch.setattr("headrace.learner_stub.publishing.broker_weights._PACED_BYTES", LARGE)
+    follower = Follower(start_feeder(broker.endpoints.worker))
+    with WeightPublisher(broker.endpoints.learner) as publisher:
+        with blocked(broker):
+            publisher.publish(whole(LARGE))
+            for seq in (2, 3):
+                publisher.publish(part(LARGE, seq), partial=True)
+            assert len(sent) == 1
+        acknowledge(publisher)
+        assert sent == [pytest.approx(sent[0], abs=50)] * 2, "the broker has no base of the part"
+        follower.wait((1, 3), 3.0, LARGE)
+        with blocked(broker):
+            publisher.publish(whole(LARGE, 4.0))
+            publisher.publish(whole(LARGE, 5.0))
+            assert len(sent) == 3
+            publisher.close()
+    follower.wait((1, 5), 5.0, LARGE)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_broker_that_merges_other_bytes_than_were_published_gets_the_whole(
+    broker: BrokerThread, start_feeder: StartFeeder, publisher: WeightPublisher, sent: list[int]
+) -> None:
+    """The digest of the whole tells it, although base and part are what they claim to be."""
+    merge, bad = weights_relay.merge_received, list[bool]()
+
+    def damaged(*args: Any) -> Any:
+        arrays = merge(*args)
+        bad.append(bool(arrays))
+        return {**arrays, "tied": arrays["base"] + 1}
+
+    with mock.patch.object(weights_relay, "merge_received", damaged):
+        publisher.publish(whole(LARGE))
+        acknowledge(publisher)
+        publisher.publish(part(LARGE, 2.0), partial=True)
+        acknowledge(publisher)
+    assert bad == [True]
+    assert sent[2] == pytest.approx(sent[0], abs=50)
+    Follower(start_feeder(broker.endpoints.worker)).wait((1, 2), 2.0, LARGE)
+
+
+_KILLED_BROKER = """
+import os, signal
+from headrace.broker.process import Broker
+from headrace.broker.ports.weights_relay import WeightsRelay
+own, name = {"merge": WeightsRelay, "offer": WeightsRelay, "_broadcast": Broker}["%s"], "%s"
+done = getattr(own, name)
+def die(self, *args, **options):
+    found = done(self, *args, **options)
+    if getattr(self, "relay", self).version[1] == 2 or name == "merge":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+setattr(own, name, die)
+"""
+"""A broker that is killed once it has merged, kept or broadcast version 2."""
+
+
+@pytest.mark.parametrize("step", ["merge", "offer", "_broadcast"])
+@pytest.mark.usefixtures("elsewhere")
+def test_a_broker_killed_amid_a_part_leaves_no_mixture(step: str, tmp_path: Path, start_feeder: StartFeeder) -> None:
+    """The workers' versions are whole, and their digests those of what was published, before and after."""
+    with broker_process(tmp_path, first=_KILLED_BROKER % (step, step)) as broker:
+        endpoints = read_broker_file(tmp_path)
+        assert endpoints is not None
+        early = Follower(start_feeder(endpoints.endpoints.worker))
+        with WeightPublisher(endpoints.endpoints.learner) as publisher:
+            publisher.publish(whole(LARGE))
+            early.wait((1, 1), 0.0, LARGE)
+            publisher.publish(part(LARGE, 2.0), partial=True)
+            assert broker.wait() == -signal.SIGKILL
+            with broker_process(tmp_path):
+                acknowledge(publisher)
+                for follower in (early, Follower(start_feeder(endpoints.endpoints.worker, slot=1))):
+                    follower.wait((publisher.epoch, 2), 2.0, LARGE)
+                publisher.publish(part(LARGE, 3.0), partial=True)
+                early.wait((publisher.epoch, 3), 3.0, LARGE)
 
 
 def test_a_part_of_nothing_and_what_is_no_part_are_refused(publisher: WeightPublisher) -> None:

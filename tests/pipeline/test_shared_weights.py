@@ -46,9 +46,10 @@ LARGE = 700_000
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that stands for the machine's memory."""
+    """A folder that stands for the machine's memory. There is none on disk."""
     folder = tmp_path / "shm"
     folder.mkdir()
+    monkeypatch.setattr(shared_weights, "DISK", tmp_path / "disk")
     monkeypatch.setattr(shared_weights, "MEMORY", folder)
     return folder
 
@@ -292,6 +293,25 @@ def test_a_worker_stops_waiting_for_a_stalled_puller_and_pulls_itself() -> None:
     assert [pull.offset for pull in receiver.requests(0.1 + OTHERS_PULL_S)] == [0]
 
 
+def test_a_worker_waits_for_a_slow_puller_as_long_as_pieces_come() -> None:
+    """A gigabyte takes longer than `OTHERS_PULL_S` over most links."""
+    slow = SharedWeights(FLEET)
+    assert slow.claim()
+    receiver, now = WeightsReceiver(FLEET, SharedWeights(FLEET)), 0.0
+    header = WeightsHeader(fleet_id=FLEET, version=(1, 1), digest=digest_of(1.0))
+    receiver.receive(decode(encode(MessageKind.WEIGHTS, header.model_dump())), now)
+    file = slow.arriving((1, 1), [100])
+    assert file is not None
+    for offset in range(3):
+        file.put(0, offset, b"x")
+        os.utime(slow._arriving or "", ns=(offset + 1, offset + 1))  # the clock of files is a coarse one
+        now += OTHERS_PULL_S
+        assert receiver.requests(now) == []
+    assert receiver.requests(now + OTHERS_PULL_S / 2) == []
+    assert [pull.offset for pull in receiver.requests(now + OTHERS_PULL_S)] == [0]
+    file.close()
+
+
 def test_a_worker_stops_waiting_for_a_stalled_puller_although_newer_versions_are_announced() -> None:
     still = SharedWeights(FLEET)
     assert still.claim()
@@ -446,6 +466,101 @@ def test_a_machine_without_shared_memory_logs_one_warning(memory: Path, caplog: 
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
 
 
+# -- on disk ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on disk, beside memory that has room for small versions only, as in a container."""
+    folder, statvfs = memory.with_name("disk"), os.statvfs
+    folder.mkdir()
+
+    def little(path: Path) -> Any:
+        return SimpleNamespace(f_bavail=100, f_frsize=4_096) if path.is_relative_to(memory) else statvfs(path)
+
+    monkeypatch.setattr(os, "statvfs", little)
+    return folder
+
+
+def test_a_version_for_which_memory_has_no_room_lies_on_disk_with_one_warning(
+    start_broker: StartBroker,
+    start_feeder: StartFeeder,
+    pulls: list[int],
+    memory: Path,
+    disk: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broker = start_broker()
+    feeders = [sharing(start_feeder(broker.endpoints.worker, slot=slot)) for slot in range(2)]
+    wait_until(lambda: all(feeder.link._subscriber is not None for feeder in feeders), "subscriptions")
+    with WeightPublisher(broker.endpoints.learner) as publisher:
+        for value in (1.0, 2.0):
+            publisher.publish(state(value))
+            assert all(same(taken(feeder, (1, int(value))), value) for feeder in feeders)
+        assert pulls == []
+        assert files_in(disk) == [f"1-2-{digest_of(2.0)}", "users"]
+        publisher.publish({"w": np.full(25_000, 3.0, np.float32)})
+        assert all(taken(feeder, (1, 3))["w"][0] == 3.0 for feeder in feeders)
+        assert files_in(memory)[0].startswith("1-3-"), "small ones lie in memory"
+        wait_until(lambda: files_in(disk) == ["users"], "the older version to go")
+    (warned,) = (record.message for record in caplog.records if record.levelno == logging.WARNING)
+    assert re.search(r"2800016 bytes are more than half of the 409600 .*they lie in files in .*disk", warned)
+
+
+def test_one_worker_pulls_to_disk_for_all_where_memory_has_no_room(memory: Path, disk: Path) -> None:
+    relay, receivers = WeightsRelay(), [WeightsReceiver(FLEET, SharedWeights(FLEET)) for _ in range(2)]
+    header, frames = version_of(1, 1.0)
+    relay.offer(header, frames)
+    for receiver in receivers:
+        receiver.receive(decode(relay.broadcast), 0.0)
+    for now in range(9):
+        for pull in receivers[0].requests(now):
+            receivers[0].receive(decode(relay.part(pull)), now)
+    assert receivers[1].requests(9.0) == []
+    assert [receiver.newest for receiver in receivers] == [(1, 1), (1, 1)]
+    assert files_in(disk) == [f"1-1-{digest_of(1.0)}", "users"]
+    for receiver in receivers:
+        assert receiver._shared is not None
+        receiver._shared.close()
+    assert list(disk.iterdir()) == []
+
+
+def test_a_full_disk_is_told_in_one_sentence_and_leaves_no_file(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = weights_file._write_at
+
+    def full(descriptor: int, part: Buffer, start: int) -> None:
+        if len(part) > 1_000:
+            raise OSError(28, "No space left on device")
+        write(descriptor, part, start)
+
+    monkeypatch.setattr(weights_file, "_write_at", full)
+    shared = SharedWeights(FLEET)
+    for seq in (1, 2):
+        assert not shared.write(*version_of(seq, 1.0))
+        assert shared.write_arrays((1, seq), state(1.0)) is None
+    assert files_in(disk) == ["users"]
+    (warned,) = (record.message for record in caplog.records if record.levelno == logging.WARNING)
+    assert re.search(r"half of .*disk.*: \[Errno 28\] No space left on device\); they go over sockets", warned)
+    shared.close()
+
+
+def test_memory_that_other_processes_have_taken_is_no_room(
+    memory: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder in memory may claim to have room of its own."""
+    monkeypatch.undo()
+    monkeypatch.setattr(shared_weights, "MEMORY", memory)
+    monkeypatch.setattr(shared_weights, "DISK", disk)
+    monkeypatch.setattr(shared_weights, "free_memory", lambda: 5_600_000)
+    shared = SharedWeights(FLEET)
+    assert shared.write(*version_of(1, 1.0))
+    assert shared.write_arrays((1, 2), state(1.0, 600_000)) is not None
+    assert [len(files_in(place)) for place in (memory, disk)] == [2, 2]
+    shared.close()
+
+
 # -- what is left -----------------------------------------------------------------------------------------------------
 
 
@@ -514,9 +629,9 @@ def test_a_folder_that_goes_while_a_process_enters_is_made_again(
 ) -> None:
     """Its last user removes it just after the kernel has said that it exists."""
     shared = SharedWeights(FLEET)
-    place = {"root": shared._root, "folder": shared._folder}[level]
+    place = {"root": shared._memory.root, "folder": shared._memory.path}[level]
     place.mkdir(mode=0o700, parents=True)
-    shared._root.chmod(0o700)
+    shared._memory.root.chmod(0o700)
     mkdir = os.mkdir
 
     def remove_then_fail(path: Path, mode: int = 0o777) -> None:
@@ -527,7 +642,7 @@ def test_a_folder_that_goes_while_a_process_enters_is_made_again(
 
     monkeypatch.setattr(os, "mkdir", remove_then_fail)
     assert shared.claim()
-    assert shared._folder.exists()
+    assert shared._memory.path.exists()
     shared.close()
 
 
@@ -872,6 +987,19 @@ def test_a_version_is_copied_digested_and_sent_once_and_checked_once_by_each_pro
     )
     assert peak < nbytes // 2 or size < LARGE, "no process holds it but in the file and its module"
     worker.close()
+
+
+def test_many_large_tensors_are_written_to_memory_without_a_copy_between(memory: Path) -> None:
+    """A message has too few frames for each to have its own."""
+    given = {f"w{n}": np.full(50_000, n, np.float32) for n in range(100)}
+    tracemalloc.start()
+    try:
+        views, digest = weights_file.write_arrays(memory / "file", FLEET, (1, 1), given)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < sum(array.nbytes for array in given.values()) // 4
+    assert digest == weights_digest(given) == weights_digest(views)
 
 
 @pytest.mark.parametrize("is_there", [True, False])

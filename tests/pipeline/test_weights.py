@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -47,6 +48,7 @@ from support.pipeline.delivery import (
 from support.waiting import wait_until
 
 SMALL = 10
+ONE = np.ones(1, np.float32)
 LARGE = 700_000
 """Elements of float32: 2.8 MB, three pieces."""
 
@@ -254,11 +256,10 @@ def test_weights_without_tensors_or_with_complex_numbers_are_refused(publisher: 
         ({"w": np.array(["text"])}, "dtype <U4"),
         ({"w": torch.zeros(3, device="meta")}, "'w' of dtype torch.float32 cannot be published"),
         ({"w": np.zeros((1,) * 9)}, "9 axes"),
-        ({f"w{n}": np.zeros(1) for n in range(4097)}, "4097 arrays"),
-        ({f"w{n}": np.zeros(10) for n in range(4097)}, "4097 arrays"),
-        ({f"{n}" + "n" * 400: np.zeros(1) for n in range(4000)}, "header of WEIGHTS"),
-        ({f"{n}" + "n" * 400: np.zeros(10) for n in range(4000)}, "header of WEIGHTS"),
-        ({"w": np.broadcast_to(np.zeros(1, np.float32), (65 << 20,))}, "weights of 260 MiB"),
+        ({f"w{n}": ONE for n in range(65_537)}, "0 MiB in 65,537 arrays"),
+        ({f"{n}" + "n" * 400_000: np.zeros(1) for n in range(45)}, "header of WEIGHTS"),
+        ({f"{n}" + "n" * 400_000: np.zeros(200) for n in range(45)}, "header of WEIGHTS"),
+        ({"w": np.broadcast_to(ONE, ((1 << 30) + 1,))}, "weights of 4,096 MiB in 1 arrays"),
     ],
 )
 def test_weights_that_cannot_be_sent_are_refused_and_the_ones_before_stay(
@@ -291,7 +292,7 @@ def test_weights_larger_than_the_largest_batch_are_taken_whole(
     start_broker: StartBroker, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As from a learner on another machine, or where memory has no room."""
-    monkeypatch.setattr(SharedWeights, "_enter", lambda self: False)
+    monkeypatch.setattr(SharedWeights, "_put", lambda *_: None)
     broker = start_broker(max_batch_bytes=1 << 20)
     with WeightPublisher(broker.endpoints.learner) as publisher:
         publisher.publish(state(1.0, LARGE))
@@ -508,6 +509,33 @@ def test_the_receiver_allocates_nothing_for_an_impossibly_large_version() -> Non
     part = WeightsPart(version=(1, 1), offset=0, frame_sizes=[1 << 40])
     receiver.receive(decode(encode(MessageKind.WEIGHTS_PART, part.model_dump(), {"part": np.zeros(9, np.uint8)})), 1.0)
     assert not receiver.pulling
+
+
+def test_a_version_for_which_there_is_no_memory_is_not_pulled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    relay, receiver = pieces_of((1, 2), 2.0, LARGE)
+    monkeypatch.setattr("headrace.workers.fleet.weights.free_memory", lambda: 2_000_000.0)
+    (pull,) = receiver.requests(1.0)
+    receiver.receive(decode(relay.part(pull)), 1.0)
+    assert not receiver.pulling
+    assert re.search(r"weights \(1, 2\) of 280\d+ bytes; 2000000 of memory are left", caplog.text)
+    monkeypatch.undo()
+    for now in range(9):
+        for pull in receiver.requests(now):
+            receiver.receive(decode(relay.part(pull)), now)
+    assert receiver.newest == (1, 2), "it is asked for again"
+
+
+def test_weights_for_whose_copy_there_is_no_memory_are_refused(
+    broker: BrokerThread, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SharedWeights, "_put", lambda *_: None)
+    monkeypatch.setattr("headrace.learner_stub.publishing.publisher.free_memory", lambda: 2_000_000.0)
+    with pytest.raises(EncodeError, match="weights of 2 MiB cannot be copied; 2 MiB of memory are left"):
+        publisher.publish(state(1.0, LARGE))
+    assert publisher.publish(state(1.0)) == 1
+    acknowledge(publisher)
 
 
 def test_changed_frame_sizes_restart_the_pull() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 from typing import Any
 
@@ -14,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.schemas.errors import DecodeError, EncodeError
+from headrace.schemas.frames import wire
 from headrace.schemas.frames.wire import (
     ALLOWED_DTYPES,
     DEFAULT_LIMITS,
     OWN_FRAME_BYTES,
+    WEIGHTS_LIMITS,
     Buffer,
     MessageKind,
     WireLimits,
@@ -57,7 +60,7 @@ def with_arrays(manifest: Any, *payload: bytes) -> list[Buffer]:
     return sealed({"payload": {"checksum": checksum, "sizes": sizes, "arrays": manifest}}, *payload)
 
 
-def reason_of(frames: list[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> str:
+def reason_of(frames: list[Buffer], limits: WireLimits | None = None) -> str:
     with pytest.raises(DecodeError) as caught:
         decode(frames, limits)
     assert str(caught.value) == f"{caught.value.reason}: {caught.value.detail}"
@@ -232,6 +235,39 @@ def test_caps_hold_before_anything_is_read() -> None:
     assert reason_of(frames, WireLimits(frames=3)) == "frame_count"
     assert reason_of(frames, WireLimits(arrays=1)) == "bad_manifest"
     assert reason_of(frames, WireLimits(header_bytes=20)) == "header_too_large"
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits"),
+    [(MessageKind.WEIGHTS, WEIGHTS_LIMITS), (MessageKind.BATCH, DEFAULT_LIMITS)],
+    ids=["weights", "batch"],
+)
+def test_weights_may_be_larger_than_other_messages(
+    kind: MessageKind, limits: WireLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sender and receiver have the same bounds. They look at no byte of what is too large."""
+    empty = np.zeros(0, np.uint8)
+    many = {f"w{n}": empty for n in range(limits.arrays + 1)}
+    with pytest.raises(EncodeError, match=f"{limits.arrays} are allowed"):
+        encode(kind, {}, many)
+    rows = [[name, "|u1", [0], 0, 0] for name in many]
+    nothing = {"checksum": xxhash.xxh3_64_intdigest(b""), "sizes": [0], "arrays": rows}
+    assert reason_of(sealed({"payload": nothing}, b"", kind=kind)) == "bad_manifest"
+    many.popitem()
+    assert len(decode(encode(kind, {}, many)).arrays) == limits.arrays
+    monkeypatch.setattr(wire, "_checksum", lambda payload: 0)
+    room = mmap.mmap(-1, limits.payload_bytes + 1, mmap.MAP_PRIVATE)  # takes memory where it is read or written
+    for nbytes in (limits.payload_bytes, limits.payload_bytes + 1):
+        array = np.frombuffer(room, np.uint8, nbytes)
+        payload = {"checksum": 0, "sizes": [nbytes], "arrays": [["w", "|u1", [nbytes], 0, 0]]}
+        frames = sealed({"payload": payload}, array.data, kind=kind)
+        if nbytes > limits.payload_bytes:
+            with pytest.raises(EncodeError, match=f"{limits.payload_bytes} are allowed"):
+                encode(kind, {}, {"w": array})
+            assert reason_of(frames) == "payload_too_large"
+        else:
+            assert list(map(len, encode(kind, {}, {"w": array}))) == list(map(len, frames))
+            assert decode(frames).arrays["w"].nbytes == nbytes
 
 
 def test_arrays_may_share_bytes_and_be_empty() -> None:

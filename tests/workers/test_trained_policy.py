@@ -30,6 +30,7 @@ from headrace.workers.connectors import (
 )
 from headrace.workers.connectors.vector_connectors import join_states
 from headrace.workers.envs.spaces import convert
+from headrace.workers.policy.module_protocol import weights_bounded
 from headrace.workers.trained.trained_policy import TrainedPolicy
 from support.raw_zmtp import memory_of
 from support.runners.recurrent import LSTM, REMEMBERING
@@ -456,6 +457,14 @@ def test_an_onnx_file_that_this_onnxruntime_cannot_read_is_refused_with_the_reme
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_module_may_be_as_large_as_its_weights() -> None:
+    size = 300 << 18  # 300 MiB, which torch reserves only
+    with weights_bounded({"ballast": np.broadcast_to(np.float32(0), (size,))}):
+        torch.nn.Module().register_buffer("ballast", torch.empty(size))
+    with weights_bounded({}), pytest.raises(ModuleError, match="for its 0 weights"):
+        torch.nn.Module().register_buffer("ballast", torch.empty(size))
+
+
 def test_an_observation_of_a_wrong_form_raises_policy_call_error() -> None:
     config, runner = trained(Nested)
     with runner:
@@ -499,7 +508,7 @@ def test_an_observation_that_its_dtype_would_change_is_refused(space: Any, obser
         ("actor_critic", {"hidden": [1] * 1_000_000}, r"4,097 arrays of 0 MiB with 'weight' \[1, 1\] of a Linear"),
         ("actor_critic", {"hidden": [10**8]}, r"2 arrays of 1,525 MiB|'weight' \[100000000, 4\]"),
         ("actor_critic", {"hidden": [10**14]}, "could not be built .RuntimeError"),
-        ("actor_critic", {"hidden": [30_000, 30_000]}, "a version of weights has 4,096 of 256 MiB at most"),
+        ("actor_critic", {"hidden": [30_000, 30_000]}, "for its 0 weights, 4,096 of 256 MiB are allowed"),
         ("lstm_actor_critic", {"cell_size": 20_000}, "'weight_ih_l0'|'weight_hh_l0'"),
         pytest.param(
             "sb3:build",

@@ -15,7 +15,7 @@ import zmq
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.credentials.keys import ClientKeys
 from headrace.schemas.errors import DecodeError, HeadraceError, refusal
-from headrace.schemas.frames.wire import MAGIC, MessageKind, WireLimits, WireMessage, decode
+from headrace.schemas.frames.wire import MAGIC, MessageKind, WireMessage, decode
 from headrace.schemas.messages import Reject, WorkerWelcome, messages_to, read
 from headrace.schemas.messages.weights_messages import MAPPING_TOPIC
 from headrace.schemas.peers import sockets
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 _SAY_WAITING_S = 10.0
 _CONTROL = messages_to("worker")
-_CAPS = WireLimits(payload_bytes=1 << 30)
 
 
 class StoppedError(HeadraceError):
@@ -172,7 +171,7 @@ class FleetLink:
             if frames[0] == MAPPING_TOPIC:
                 del frames[0]
             try:
-                self._dispatch(decode(frames, _CAPS))
+                self._dispatch(decode(frames))
             except DecodeError as error:
                 if error.reason == "version_mismatch":
                     raise refusal(error.reason, f"broker at {self.endpoint}: {error.detail}") from error

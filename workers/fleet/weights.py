@@ -16,8 +16,9 @@ from itertools import accumulate
 import numpy as np
 
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.process_usage import free_memory
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireMessage, decode, frames_of
+from headrace.schemas.frames.wire import WEIGHTS_LIMITS, Buffer, MessageKind, WireMessage, decode, frames_of
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, WeightsVersion, merge_received, read_weights
@@ -30,7 +31,7 @@ PIECES_IN_FLIGHT = 8
 """Most pieces requested and not received. They fill a fast link, and bound the queue at the broker."""
 PULL_RETRY_S = 2.0
 OTHERS_PULL_S = 10.0
-"""Seconds to wait for a version that another worker of this machine pulls, before the worker pulls it too."""
+"""Seconds to wait for a worker of this machine that pulls a version and writes nothing, before another pulls it."""
 SEEK_S = 0.005
 """Seconds between two looks for a version that another worker of this machine pulls."""
 BROADCAST_S = 0.2
@@ -100,6 +101,8 @@ class WeightsReceiver:
         """An announced version that another worker of this machine pulls."""
         self._others_until = 0.0
         """The time until which it, or a newer one, is left to that worker."""
+        self._progress = 0
+        """What the other worker had written when that time was set."""
 
     def receive(self, message: WireMessage, now: float) -> None:
         """Handle a WEIGHTS or WEIGHTS_PART message. One that fails its checksums is dropped and logged."""
@@ -208,9 +211,10 @@ class WeightsReceiver:
         elif may_pull:
             self._sought = None
             self._expect(header.version, now)
-        elif self._sought != header:
-            if self._sought is None:
-                self._others_until = now + OTHERS_PULL_S
+        elif shared is not None and (self._sought != header or now >= self._others_until):
+            progress = shared.progress()
+            if self._sought is None or progress != self._progress:
+                self._others_until, self._progress = now + OTHERS_PULL_S, progress
             self._sought = header
             self._expect(header.version, self._others_until)
 
@@ -247,16 +251,19 @@ class WeightsReceiver:
     def _start(self, version: Version, sizes: list[int]) -> ArrivingWeights:
         """Make room for a version. Memory is taken as pieces come, not at once.
 
-        Raises `DecodeError` for sizes that no version has. A version of no bytes would never be complete.
+        Raises `DecodeError` for sizes that no version has, or for which this machine has no memory. A version of no
+        bytes would never be complete.
         """
         size = sum(sizes)
-        if not 0 < size <= MOST_WEIGHTS_BYTES or len(sizes) > DEFAULT_LIMITS.frames:
-            allowed = f"1 to {MOST_WEIGHTS_BYTES} in {DEFAULT_LIMITS.frames} are allowed"
+        if not 0 < size <= MOST_WEIGHTS_BYTES or len(sizes) > WEIGHTS_LIMITS.frames:
+            allowed = f"1 to {MOST_WEIGHTS_BYTES} in {WEIGHTS_LIMITS.frames} are allowed"
             raise DecodeError("payload_sizes", f"weights {version} of {size} bytes in {len(sizes)} frames; {allowed}")
         self._stop()
         room = self._shared.arriving(version, sizes) if self._shared is not None else None
         if room is None and self._shared is not None:
             self._shared.release()  # nobody has to wait for what comes to memory of this process
+        if room is None and size > (free := free_memory()):
+            raise DecodeError("payload_sizes", f"weights {version} of {size} bytes; {free:.0f} of memory are left")
         self._arriving = ArrivingWeights(version, sizes, room or OwnMemory(sizes))
         return self._arriving
 

@@ -15,10 +15,11 @@ from torch.nn.modules import module as module_hooks
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError, HeadraceError, ModuleError, words_of
-from headrace.schemas.frames.manifest import DEFAULT_LIMITS, WireLimits
 
 NumpyAct = Callable[[Mapping[str, NDArray[Any]], "NDArray[Any] | None"], dict[str, NDArray[Any]]]
 """(observation columns, noise or None for the mode) -> step columns by name, all (rows, ...)."""
+_MOST_ARRAYS, _MOST_BYTES = 4_096, 256 << 20
+"""Those of a module built for few weights or none, at most."""
 OUTPUTS = "outputs"
 """The column of what a `SplitAct` records at each step, in place of the columns that `complete` makes from it."""
 
@@ -161,24 +162,26 @@ def build_module(module: str | Callable[..., Any], spaces: Spaces, module_config
 
 
 @contextmanager
-def weights_bounded(limits: WireLimits = DEFAULT_LIMITS) -> Iterator[None]:
-    """Bound the parameters and buffers of each module that this thread builds: no message holds more of them.
+def weights_bounded(weights: Mapping[str, NDArray[Any]]) -> Iterator[None]:
+    """Bound the parameters and buffers of each module that this thread builds, for which these `weights` are.
 
     Raises `ModuleError` as soon as there is an array too many or bytes too many. torch has then reserved memory for the
     array and written nothing to it. Use it for settings from a file that is not the user's own.
     """
     thread, arrays, nbytes = get_ident(), 0, 0
+    most_arrays = max(_MOST_ARRAYS, 2 * len(weights))
+    most_bytes = max(_MOST_BYTES, 4 * sum(array.nbytes for array in weights.values()))  # a float8 as a float32
 
     def count(module: torch.nn.Module, name: str, array: torch.Tensor | None) -> None:
         nonlocal arrays, nbytes
         if array is None or get_ident() != thread:
             return
         arrays, nbytes = arrays + 1, nbytes + array.numel() * array.element_size()
-        if arrays > limits.arrays or nbytes > limits.payload_bytes:
+        if arrays > most_arrays or nbytes > most_bytes:
             raise ModuleError(
                 f"the module has {arrays:,} arrays of {nbytes >> 20:,} MiB with {name!r} {list(array.shape)} of a "
-                f"{type(module).__name__}, and a version of weights has {limits.arrays:,} of "
-                f"{limits.payload_bytes >> 20} MiB at most"
+                f"{type(module).__name__}; for its {len(weights):,} weights, {most_arrays:,} of "
+                f"{most_bytes >> 20:,} MiB are allowed"
             )
 
     hooks = [

@@ -88,7 +88,7 @@ class TrainedPolicy:
     def _build(self, module_id: str, weights: State) -> torch.nn.Module:
         spec, connectors = self._policies.specs[module_id], self._connectors(module_id)
         try:
-            with weights_bounded():  # a stranger's settings may name layers of any size
+            with weights_bounded(weights):  # a stranger's settings may name layers of any size
                 module: torch.nn.Module = build_module(spec.module, connectors.spaces, spec.module_config).eval()
         except NotImplementedError:
             raise ModuleError(f"the builder of module {module_id!r} gives none, so there is nothing to act") from None

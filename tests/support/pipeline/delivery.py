@@ -198,15 +198,21 @@ def script_process(script: str, *arguments: str, log: Path) -> Process:
 
 
 def broker_process(
-    run_dir: Path, redis_url: str = "", places: int = 4096, *, keys: Path | None = None, **settings: Any
+    run_dir: Path,
+    redis_url: str = "",
+    places: int = 4096,
+    *,
+    keys: Path | None = None,
+    first: str = "",
+    **settings: Any,
 ) -> Process:
     """A broker in a process of its own, serving at most `places` peers at each port. `keys`: the folder of its keys.
 
-    It serves by TCP where a `BrokerThread` does.
+    It serves by TCP where a `BrokerThread` does. `first`: lines that it runs before.
     """
     sections = {"broker": _by_tcp(settings, keyed=keys is not None), "keys": {"dir": str(keys or "")}}
     config = orjson.dumps(sections).decode()
-    process = script_process(_BROKER, str(run_dir), config, redis_url, str(places), log=run_dir / "broker.log")
+    process = script_process(first + _BROKER, str(run_dir), config, redis_url, str(places), log=run_dir / "broker.log")
     wait_until(lambda: _serves(run_dir, process), "the broker's start")
     return process
 

@@ -9,13 +9,11 @@ from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import DecodeError, HeadraceError, UnreachableError
 from headrace.schemas.errors.serving import UnknownSessionError
 from headrace.schemas.frames.wire import decode, frames_of
-from headrace.schemas.messages.weights import WeightsVersion, read_weights
+from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, WeightsVersion, read_weights
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.serving_messages import ClientPart, ClientPull
 
 log = logging.getLogger(__name__)
-
-_MOST_BYTES = 1 << 30
 
 
 class WeightsPuller:
@@ -26,7 +24,7 @@ class WeightsPuller:
         self._interval_s = interval_s
         self._newest: WeightsVersion | None = None
         self._version: Version = (0, 0)
-        self._blob = bytearray()
+        self._blob, self._have = bytearray(), 0
         self._stopping = threading.Event()
         self.arrived = threading.Event()
         """Set when the first weights have come, or when none will ever come."""
@@ -69,18 +67,20 @@ class WeightsPuller:
 
     def _ask(self) -> bool:
         """Ask for the next piece. Return whether more pieces of the version remain."""
-        part, arrays = self._link.ask(ClientPull, timeout_s=10.0, version=self._version, offset=len(self._blob))
-        if not isinstance(part, ClientPart) or "part" not in arrays or sum(part.frame_sizes) > _MOST_BYTES:
+        part, arrays = self._link.ask(ClientPull, timeout_s=10.0, version=self._version, offset=self._have)
+        if not isinstance(part, ClientPart) or "part" not in arrays or sum(part.frame_sizes) > MOST_WEIGHTS_BYTES:
             raise DecodeError("bad_message", f"{type(part).__name__} is no piece of weights that a client can take")
         piece = arrays["part"].tobytes()
         if not piece:
             return False
-        if (part.version, part.offset) != (self._version, len(self._blob)):
-            self._version, self._blob = part.version, bytearray()
+        if (part.version, part.offset) != (self._version, self._have):
+            self._version, self._blob, self._have = part.version, bytearray(), 0
         self._blob += piece
+        self._have += len(piece)
         size = sum(part.frame_sizes)
-        if len(self._blob) == size:
-            header, weights = read_weights(decode(frames_of(bytes(self._blob), part.frame_sizes)))
+        if self._have == size:
+            blob, self._blob = self._blob, bytearray()  # the arrays are views of it
+            header, weights = read_weights(decode(frames_of(blob, part.frame_sizes)))
             self._newest = WeightsVersion(header.version, header.digest, weights)
             self.arrived.set()
-        return len(self._blob) < size
+        return self._have < size
