@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import pytest
 from headrace.deploy.annexes.rerun.commands import verdict
 from headrace.deploy.annexes.rerun.repeated import Repeated
 from headrace.deploy.annexes.rerun.replay import is_same, repeat
+from headrace.deploy.command.entry import INTERRUPTED
 from headrace.schemas.errors import ConfigError, RunDirError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.envs.vector_env import VectorEnv
@@ -27,9 +29,17 @@ from headrace.workers.reruns.episode_trail import digests
 from headrace.workers.reruns.failure_files import FailureFacts, KeptFailure, failures_of, read_failure, rerun_of
 from headrace.workers.reruns.kept_failures import KeptFailures
 from support.envs.planted import Planted, planted_step
-from support.waiting import TIMEOUT_S
+from support.fleets.env_hosts import EnvHosts
+from support.waiting import TIMEOUT_S, wait_until
 
 ENV = "support.envs.planted:Planted"
+KINDS = [
+    ("raise", "inline"),
+    ("shape", "inline"),
+    ("raise", "process"),
+    ("exit", "process"),
+    ("segfault", "process"),
+]
 
 
 def config_of(kind: str, placement: str = "inline", env: str = ENV, **settings: Any) -> EnvRunnerConfig:
@@ -52,9 +62,7 @@ def repeated_of(config: EnvRunnerConfig, kept: KeptFailure, **options: Any) -> R
     return repeat(config, kept, CallMark(), **options)
 
 
-@pytest.mark.parametrize(
-    ("kind", "placement"), [("raise", "inline"), ("shape", "inline"), ("raise", "process"), ("exit", "process")]
-)
+@pytest.mark.parametrize(("kind", "placement"), KINDS)
 def test_each_planted_crash_is_found_at_its_step(kind: str, placement: str, tmp_path: Path) -> None:
     config = config_of(kind, placement)
     crashes = failed(config, tmp_path, 5)
@@ -69,14 +77,14 @@ def test_each_planted_crash_is_found_at_its_step(kind: str, placement: str, tmp_
         assert verdict(kept.facts, repeated) == f"failed again at step {kept.facts.steps} with the same error"
 
 
-@pytest.mark.parametrize(
-    ("kind", "placement"), [("raise", "inline"), ("shape", "inline"), ("raise", "process"), ("exit", "process")]
-)
+@pytest.mark.parametrize(("kind", "placement"), KINDS)
 def test_a_crash_among_agents_that_come_and_go_is_found_at_its_step(kind: str, placement: str, tmp_path: Path) -> None:
     policies = {"policies": {"one": {}, "two": {}}, "policy_mapping_fn": {"a": "one", "b": "two", "c": "one"}}
     config = config_of(kind, placement, env="support.envs.planted:PlantedTeam", **policies)
     crashes = failed(config, tmp_path, 6)
-    assert kind == "exit" or any(kept.facts.steps > 27 for kept in crashes), "agent a was done and cut before the crash"
+    assert kind in ("exit", "segfault") or any(kept.facts.steps > 27 for kept in crashes), (
+        "agent a was done and cut before the crash"
+    )
     for kept in crashes:
         assert kept.facts.steps == planted_step(kept.facts.seed or 0)
         repeated = repeated_of(config, kept)
@@ -100,6 +108,62 @@ def test_a_hang_is_found_at_its_step(tmp_path: Path) -> None:
     assert (repeated.at, kept.facts.error) == (f"step {planted_step(kept.facts.seed or 0)}", "EnvHangError")
     assert repeated.error is not None
     assert is_same(kept.facts, repeated.error)
+
+
+@pytest.mark.processes
+def test_an_env_on_a_host_is_repeated_here(tmp_path: Path) -> None:
+    with EnvHosts(tmp_path) as hosts:
+        hosts.start(ENV, 2, "sampling.env_config.kind=segfault", slot=2)
+        crashes = failed(config_of("segfault", "remote", num_envs=2, **hosts.at), tmp_path, 3)
+    for kept in crashes:
+        repeated = repeated_of(config_of("segfault", "remote", num_envs=2, **hosts.at), kept)
+        assert (repeated.at, repeated.difference) == (f"step {planted_step(kept.facts.seed or 0)}", "")
+        assert verdict(kept.facts, repeated).endswith("with the same error")
+
+
+def rerun_of_run(
+    run: Path, kind: str, placement: str, *arguments: str, env: str = ENV, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Call the command for a run directory without settings."""
+    settings = [f"sampling.env_config.kind={kind}", f"sampling.env_placement={placement}"]
+    flags = [part for setting in settings for part in ("--set", setting)]
+    return headrace("rerun", str(run), "--env", env, *flags, *arguments, stdin=stdin, cwd=run)
+
+
+def test_the_debugger_stops_before_a_step_that_ends_the_process(tmp_path: Path) -> None:
+    kept = failed(config_of("segfault", "process"), tmp_path, 1)[0]
+    stdin = "p 'stands', call.__self__._step\ns\ns\nn\nn\np 'entered', self._step\nq\n"
+    told = rerun_of_run(tmp_path, "segfault", "process", "--pdb", stdin=stdin)
+    steps = kept.facts.steps
+    assert f"stops before {kept.facts.at}, " in told.stdout
+    assert f"('stands', {steps - 1})" in told.stdout, told.stdout + told.stderr
+    assert f"('entered', {steps})" in told.stdout
+    assert told.stdout.endswith(f"the debugger was left at step {steps}\n")
+    assert told.returncode == 1
+    fatal = rerun_of_run(tmp_path, "segfault", "process", "--pdb", stdin="c\n")
+    assert fatal.returncode == -signal.SIGSEGV
+
+
+def test_a_rerun_that_hangs_says_at_which_step_and_can_be_interrupted(tmp_path: Path) -> None:
+    kept = failed(config_of("hang", "process", env_step_timeout_s=1.0), tmp_path, 1)[0]
+    script = (
+        "import headrace.deploy.annexes.rerun.repeated as repeated; repeated.SAY_INTERVAL_S = 0.5; "
+        "from headrace.deploy.command.entry import main; main()"
+    )
+    words = f"step {kept.facts.steps} has not returned for"
+    flags = ["--set", "sampling.env_config.kind=hang", "--set", "sampling.env_step_timeout_s=1000"]
+    for placement in ("inline", "process"):
+        flags += ["--set", f"sampling.env_placement={placement}"]
+        command = [sys.executable, "-c", script, "rerun", str(tmp_path), "--env", ENV, *flags]
+        with (tmp_path / "log").open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output)
+        try:
+            wait_until(lambda: (tmp_path / "log").read_text().count(words) == 2, what="a word on it, again")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(TIMEOUT_S) == INTERRUPTED
+        finally:
+            process.kill()
+        assert f"interrupted at step {kept.facts.steps}" in (tmp_path / "log").read_text()
 
 
 def test_an_env_that_is_not_deterministic_is_named_with_its_step(tmp_path: Path) -> None:
@@ -251,11 +315,12 @@ def test_a_fleet_keeps_its_failures_and_names_the_command(tmp_path: Path) -> Non
     assert "in _crash" in rerun.stdout, "the traceback"
     listed = headrace("rerun", str(run), "--list").stdout.splitlines()
     assert len(listed) == len(failures_of(run)) > 1
+    kept = read_failure(run, failures_of(run)[-1])
     debugged = headrace("rerun", str(run), "--pdb", stdin="p self._sum * 1000\nq\n")
     kept = read_failure(run, failures_of(run)[0])
     assert f"{1000 * int(kept.arrays['actions'].sum())}" in debugged.stdout, "it stands in the env's step"
 
 
-def headrace(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def headrace(*arguments: str, stdin: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace.deploy", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, input=stdin)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, input=stdin, cwd=cwd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import logging
 import pdb
 import traceback
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.deploy")
 app = typer.Typer()
 
+_WHY_NONE = (
+    "; a worker elsewhere keeps them on its own host. None is kept of an inline env that ended its worker, of an "
+    "external env, or of a native vector, whose envs fail together"
+)
+
 
 @command(
     app,
@@ -37,7 +43,8 @@ def rerun(
     failure: Annotated[str, typer.Option("--failure", help="Which one; default: the newest.", metavar="NAME")] = "",
     listed: Annotated[bool, typer.Option("--list", help="List the failures, the newest first.")] = False,
     debug: Annotated[
-        bool, typer.Option("--pdb", help="Build the env in this process, and stop in a debugger where it fails.")
+        bool,
+        typer.Option("--pdb", help="Build the env in this process, and stop in a debugger where it fails, or hangs."),
     ] = False,
 ) -> None:
     """Repeat an episode in which an env failed: build the env, reset it, and send it the same actions.
@@ -49,7 +56,7 @@ def rerun(
     set_up_logging(Identity("", "rerun"))
     names = failures_of(run)
     if not names:
-        raise ConfigError(f"no failure of an env is kept in {run}; a worker elsewhere keeps them on its own host")
+        raise ConfigError(f"no failure of an env is kept in {run}{_WHY_NONE}")
     if listed:
         say("\n".join(_line(read_failure(run, name)) for name in names))
         return
@@ -80,6 +87,8 @@ def _repeat(asked: Asked, run: Path, kept: KeptFailure, *, debug: bool) -> Repea
 
 
 def _debug(repeated: Repeated, error: BaseException) -> None:
+    if isinstance(error, bdb.BdbQuit):
+        return  # the user has left the debugger
     say(f"{type(error).__name__} at {repeated.at}: {error}")
     if error.__traceback__ is None:
         say("It was found in what the env returned, so there is no place in the env to stop at.")
@@ -107,6 +116,8 @@ def verdict(facts: FailureFacts, repeated: Repeated) -> str:
         )
     if repeated.error is None:
         said.append(f"did not fail: its last call was {repeated.at}")
+    elif isinstance(repeated.error, bdb.BdbQuit):
+        said.append(f"the debugger was left at {repeated.at}")
     else:
         kind, message = in_its_env(repeated.error)
         same = "the same error" if is_same(facts, repeated.error) else f"another error: {kind}: {message}"
