@@ -20,7 +20,7 @@ from headrace.deploy.annexes.rerun.commands import verdict
 from headrace.deploy.annexes.rerun.repeated import Repeated
 from headrace.deploy.annexes.rerun.replay import is_same, repeat
 from headrace.deploy.command.entry import INTERRUPTED
-from headrace.schemas.errors import ConfigError, RunDirError
+from headrace.schemas.errors import ConfigError, ExitCode, RunDirError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.envs.vector_env import VectorEnv
 from headrace.workers.metrics.call_mark import CallMark
@@ -121,6 +121,26 @@ def test_an_env_on_a_host_is_repeated_here(tmp_path: Path) -> None:
         assert verdict(kept.facts, repeated).endswith("with the same error")
 
 
+@pytest.mark.parametrize("env", [ENV, "support.envs.planted:PlantedTeam"])
+@pytest.mark.parametrize(("kind", "placement"), [("raise", "inline"), ("segfault", "process")])
+def test_a_film_shows_the_episode_up_to_its_crash(env: str, kind: str, placement: str, tmp_path: Path) -> None:
+    reason = "imageio-ffmpeg is not installed; pip install 'headrace[video]'"
+    ffmpeg = str(pytest.importorskip("imageio_ffmpeg", reason=reason).get_ffmpeg_exe())
+    several = {"policies": {"shared": {}}} if env != ENV else {}
+    kept = failed(config_of(kind, placement, env, **several), tmp_path, 1)[0]
+    told = rerun_of_run(tmp_path, kind, placement, *set_policies(several), "--render", "out.mp4", env=env)
+    assert f"out.mp4: {kept.facts.steps} pictures" in told.stdout, told.stderr
+    assert told.returncode == 0
+    command = [ffmpeg, "-loglevel", "error", "-i", "out.mp4", "-f", "rawvideo", "-pix_fmt", "gray", "-"]
+    raw = subprocess.run(command, capture_output=True, check=True, timeout=TIMEOUT_S, cwd=tmp_path).stdout
+    shown = np.frombuffer(raw, np.uint8).reshape(-1, 32 * 48).mean(1)
+    assert np.allclose(shown, 4 * np.arange(kept.facts.steps), atol=6)
+
+
+def set_policies(settings: dict[str, Any]) -> list[str]:
+    return ["--set", 'sampling.policies={"shared": {}}'] if settings else []
+
+
 def rerun_of_run(
     run: Path, kind: str, placement: str, *arguments: str, env: str = ENV, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
@@ -135,7 +155,7 @@ def test_the_debugger_stops_before_a_step_that_ends_the_process(tmp_path: Path) 
     stdin = "p 'stands', call.__self__._step\ns\ns\nn\nn\np 'entered', self._step\nq\n"
     told = rerun_of_run(tmp_path, "segfault", "process", "--pdb", stdin=stdin)
     steps = kept.facts.steps
-    assert f"stops before {kept.facts.at}, " in told.stdout
+    assert f"stops before step {steps} of episode {kept.facts.episode_id}" in told.stdout
     assert f"('stands', {steps - 1})" in told.stdout, told.stdout + told.stderr
     assert f"('entered', {steps})" in told.stdout
     assert told.stdout.endswith(f"the debugger was left at step {steps}\n")
@@ -316,6 +336,12 @@ def test_a_fleet_keeps_its_failures_and_names_the_command(tmp_path: Path) -> Non
     listed = headrace("rerun", str(run), "--list").stdout.splitlines()
     assert len(listed) == len(failures_of(run)) > 1
     kept = read_failure(run, failures_of(run)[-1])
+    (episode,) = re.findall(rf"step {kept.facts.steps} of episode ({kept.facts.episode_id})", text)
+    assert headrace("rerun", str(run), "--episode", episode).stdout.startswith(f"{kept.name}: ")
+    unknown = headrace("rerun", str(run), "--episode", "00c0ffee")
+    assert unknown.returncode == ExitCode.CONFIG
+    assert f"headrace replay RECORDING --episode 00c0ffee --render F.mp4 --run-dir {run}" in unknown.stderr
+    assert "begins the ids of several" in headrace("rerun", str(run), "--episode", episode[:16]).stderr
     debugged = headrace("rerun", str(run), "--pdb", stdin="p self._sum * 1000\nq\n")
     kept = read_failure(run, failures_of(run)[0])
     assert f"{1000 * int(kept.arrays['actions'].sum())}" in debugged.stdout, "it stands in the env's step"

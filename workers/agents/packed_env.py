@@ -48,6 +48,7 @@ class PackedEnv(gym.Env[Any, Any]):
 
     def __init__(self, env: Any) -> None:
         self._env = env
+        self.render_mode, self.render = getattr(env, "render_mode", None), getattr(env, "render", None)
         self.packing = Packing(spaces_by_agent(gym_spaces_of(env)))
         blank = {agent: _blank(spaces.observation) for agent, spaces in self.packing.by_agent.items()}
         self._unseen = self.packing.pack_seen(blank, {}, {})

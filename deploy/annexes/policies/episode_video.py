@@ -75,6 +75,12 @@ class EpisodeVideo:
 
     on_episode_start = on_episode_step
 
+    def watch(self, envs: Any, lane: int) -> None:
+        """Show the env in a lane of a driver. Raises `EnvError` if that fails."""
+        rate = (getattr(envs.lanes[lane].env, "metadata", None) or {}).get("render_fps")
+        self.show(envs.try_render_at(lane), rate)
+        self.check()
+
     def show(self, picture: NDArray[np.uint8] | None, frames_per_s: float | None = None) -> None:
         """Write a picture, unless there is a problem. None is one."""
         if self._problem:
