@@ -244,8 +244,24 @@ def test_one_env_of_a_vector_is_repeated_alone(tmp_path: Path) -> None:
         assert (repeated.at, repeated.difference) == (f"step {planted_step(kept.facts.seed or 0)}", "")
 
 
-def test_a_native_vector_keeps_no_failure_that_cannot_be_repeated(tmp_path: Path) -> None:
-    config = config_of("raise").model_copy(update={"env": sync_vector})
+@pytest.mark.filterwarnings("ignore:.*Received the following error", "ignore:.*Raising the last", "ignore:.*Traceback")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_env_of_a_vector_that_headrace_makes_is_repeated_alone(mode: str, tmp_path: Path) -> None:
+    config = config_of("raise", gym_env_vectorize_mode=mode)
+    crashes = failed(config, tmp_path, 6)
+    assert {kept.facts.lane for kept in crashes} != {0}
+    for kept in crashes:
+        assert kept.facts.steps == planted_step(kept.facts.seed or 0), "the env that failed, and not its neighbour"
+        repeated = repeated_of(config, kept)
+        assert (repeated.at, repeated.difference) == (f"step {kept.facts.steps}", "")
+        assert verdict(kept.facts, repeated).endswith("with the same error")
+
+
+@pytest.mark.parametrize("kind", ["raise", "shape"])
+def test_a_native_vector_keeps_no_failure_that_cannot_be_repeated(kind: str, tmp_path: Path) -> None:
+    config = config_of(kind, gym_env_vectorize_mode="sync")  # it finds the bad shape once all envs have stepped
+    if kind == "raise":
+        config = config_of(kind).model_copy(update={"env": sync_vector})
     with SingleAgentEnvRunner(config) as runner:
         runner.totals.kept = KeptFailures(tmp_path, 0, 0)
         while not runner.totals.env_failures:

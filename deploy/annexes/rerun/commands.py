@@ -29,7 +29,7 @@ app = typer.Typer()
 
 _WHY_NONE = (
     "; a worker elsewhere keeps them on its own host. None is kept of an inline env that ended its worker, of an "
-    "external env, or of a native vector, whose envs fail together"
+    "external env, or of a native vector, whose envs fail together, unless an env of a sync or async one raised"
 )
 
 

@@ -77,7 +77,8 @@ def repeat(
     if facts.problem:
         raise ConfigError(f"failure {failure.name} cannot be repeated: {facts.problem}")
     placement = "inline" if debug is not None or not apart or config.env_placement == "inline" else "process"
-    config = config.model_copy(update={"num_envs": 1, "env_placement": placement, "callbacks": []})
+    told = {"num_envs": 1, "env_placement": placement, "callbacks": [], "gym_env_vectorize_mode": None}
+    config = config.model_copy(update=told)
     try:
         with slow_calls_said(repeated) as quiet:
             if debug is not None and facts.error in _OF_A_PROCESS:
