@@ -44,12 +44,12 @@ class EpisodeVideo:
         self._problem = ""
         self._encoder: _Encoder | None = None
 
-    def env_creator(self, env: str | Callable[..., Any] | None, index: int = 0) -> EnvCreator:
-        """Return a creator that asks for pictures of env `index`."""
+    def env_creator(self, env: str | Callable[..., Any] | None, *, of_each: bool = False) -> EnvCreator:
+        """Return a creator that asks for pictures of env 0, or of each env."""
         creator = find_creator(env)
 
         def create(context: EnvContext) -> Any:
-            if context.vector_index != index:
+            if context.vector_index and not of_each:
                 return creator(context)
             try:
                 return creator(context.with_config({**context, "render_mode": "rgb_array"}))
