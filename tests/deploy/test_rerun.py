@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import shlex
 import signal
@@ -283,6 +284,26 @@ def test_steps_that_a_worker_no_longer_keeps_are_said(tmp_path: Path, monkeypatc
     (long,) = [kept for kept in failed(config, tmp_path / "b", 9) if kept.facts.steps > 30][:1]
     with pytest.raises(ConfigError, match="its first steps are no longer known"):
         repeated_of(config, long)
+
+
+def test_an_episode_without_end_keeps_few_cuts_and_drops_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drops, drop = [0], episode_trail._Cut.drop
+
+    def counted(cut: episode_trail._Cut, *, all_steps: bool) -> None:
+        drops[0] += 1
+        drop(cut, all_steps=all_steps)
+
+    monkeypatch.setattr(episode_trail._Cut, "drop", counted)
+    monkeypatch.setattr(episode_trail, "MOST_BYTES", 100_000)
+    endless = config_of("", env="support.envs.counting:Counting", env_config={"length": 10**9})
+    with SingleAgentEnvRunner(endless) as runner:
+        runner.totals.kept = KeptFailures(tmp_path, 0, 0)
+        for _ in range(600):
+            runner.sample_fragment()
+        assert 0 < drops[0] <= 2 * 600, "observations, then all steps"
+        assert sum(type(one) is episode_trail._Cut for one in gc.get_objects()) < 300
 
 
 def test_an_episode_without_a_seed_says_why_it_cannot_be_repeated(tmp_path: Path) -> None:
