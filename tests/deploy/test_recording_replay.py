@@ -20,6 +20,7 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete
 from headrace.schemas.errors import ConfigError, EnvError, ExitCode
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.envs.vector_env import VectorEnv
 from support.envs.counting import Counting
 from support.pipeline.recordings import Played, make_recording
 from support.waiting import TIMEOUT_S
@@ -120,6 +121,20 @@ def test_an_env_that_departs_from_the_recording_gives_no_video(tmp_path: Path, m
     with pytest.raises(EnvError, match="the env gives no picture"):
         film_env(episode, spaces, config, tmp_path / "out.mp4")
     assert [path.name for path in tmp_path.iterdir()] == ["recording"]
+
+
+def vector_of_departing(context: Any) -> VectorEnv:
+    return VectorEnv.wrap(lambda index: Departing(context.at(index)), num_envs=context.num_envs)
+
+
+@pytest.mark.usefixtures("ffmpeg")
+def test_an_env_of_a_users_own_vector_is_shown(tmp_path: Path) -> None:
+    config = EnvRunnerConfig(env=vector_of_departing, num_envs=3, rollout_fragment_length=40, seed=1)
+    recording = sampled(tmp_path / "recording", config)
+    best, _ = find_episode(str(recording), "best")
+    episode, spaces = find_episode(str(recording), f"{best.episode_id[:16]}0002{0:012x}")
+    assert episode.env_index == 2
+    assert film_env(episode, spaces, config, tmp_path / "out.mp4") == len(episode) + 1
 
 
 def test_what_cannot_be_shown_is_said_in_a_sentence(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,7 +20,8 @@ import pytest
 from headrace.deploy.annexes.rerun.commands import verdict
 from headrace.deploy.annexes.rerun.repeated import Repeated
 from headrace.deploy.annexes.rerun.replay import is_same, repeat
-from headrace.schemas.errors import ConfigError, RunDirError
+from headrace.deploy.command.entry import INTERRUPTED
+from headrace.schemas.errors import ConfigError, ExitCode, RunDirError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.envs.vector_env import VectorEnv
 from headrace.workers.metrics.call_mark import CallMark
@@ -27,9 +30,17 @@ from headrace.workers.reruns.episode_trail import digests
 from headrace.workers.reruns.failure_files import FailureFacts, KeptFailure, failures_of, read_failure, rerun_of
 from headrace.workers.reruns.kept_failures import KeptFailures
 from support.envs.planted import Planted, planted_step
-from support.waiting import TIMEOUT_S
+from support.fleets.env_hosts import EnvHosts
+from support.waiting import TIMEOUT_S, wait_until
 
 ENV = "support.envs.planted:Planted"
+KINDS = [
+    ("raise", "inline"),
+    ("shape", "inline"),
+    ("raise", "process"),
+    ("exit", "process"),
+    ("segfault", "process"),
+]
 
 
 def config_of(kind: str, placement: str = "inline", env: str = ENV, **settings: Any) -> EnvRunnerConfig:
@@ -52,9 +63,7 @@ def repeated_of(config: EnvRunnerConfig, kept: KeptFailure, **options: Any) -> R
     return repeat(config, kept, CallMark(), **options)
 
 
-@pytest.mark.parametrize(
-    ("kind", "placement"), [("raise", "inline"), ("shape", "inline"), ("raise", "process"), ("exit", "process")]
-)
+@pytest.mark.parametrize(("kind", "placement"), KINDS)
 def test_each_planted_crash_is_found_at_its_step(kind: str, placement: str, tmp_path: Path) -> None:
     config = config_of(kind, placement)
     crashes = failed(config, tmp_path, 5)
@@ -69,14 +78,14 @@ def test_each_planted_crash_is_found_at_its_step(kind: str, placement: str, tmp_
         assert verdict(kept.facts, repeated) == f"failed again at step {kept.facts.steps} with the same error"
 
 
-@pytest.mark.parametrize(
-    ("kind", "placement"), [("raise", "inline"), ("shape", "inline"), ("raise", "process"), ("exit", "process")]
-)
+@pytest.mark.parametrize(("kind", "placement"), KINDS)
 def test_a_crash_among_agents_that_come_and_go_is_found_at_its_step(kind: str, placement: str, tmp_path: Path) -> None:
     policies = {"policies": {"one": {}, "two": {}}, "policy_mapping_fn": {"a": "one", "b": "two", "c": "one"}}
     config = config_of(kind, placement, env="support.envs.planted:PlantedTeam", **policies)
     crashes = failed(config, tmp_path, 6)
-    assert kind == "exit" or any(kept.facts.steps > 27 for kept in crashes), "agent a was done and cut before the crash"
+    assert kind in ("exit", "segfault") or any(kept.facts.steps > 27 for kept in crashes), (
+        "agent a was done and cut before the crash"
+    )
     for kept in crashes:
         assert kept.facts.steps == planted_step(kept.facts.seed or 0)
         repeated = repeated_of(config, kept)
@@ -100,6 +109,82 @@ def test_a_hang_is_found_at_its_step(tmp_path: Path) -> None:
     assert (repeated.at, kept.facts.error) == (f"step {planted_step(kept.facts.seed or 0)}", "EnvHangError")
     assert repeated.error is not None
     assert is_same(kept.facts, repeated.error)
+
+
+@pytest.mark.processes
+def test_an_env_on_a_host_is_repeated_here(tmp_path: Path) -> None:
+    with EnvHosts(tmp_path) as hosts:
+        hosts.start(ENV, 2, "sampling.env_config.kind=segfault", slot=2)
+        crashes = failed(config_of("segfault", "remote", num_envs=2, **hosts.at), tmp_path, 3)
+    for kept in crashes:
+        repeated = repeated_of(config_of("segfault", "remote", num_envs=2, **hosts.at), kept)
+        assert (repeated.at, repeated.difference) == (f"step {planted_step(kept.facts.seed or 0)}", "")
+        assert verdict(kept.facts, repeated).endswith("with the same error")
+
+
+@pytest.mark.parametrize("env", [ENV, "support.envs.planted:PlantedTeam"])
+@pytest.mark.parametrize(("kind", "placement"), [("raise", "inline"), ("segfault", "process")])
+def test_a_film_shows_the_episode_up_to_its_crash(env: str, kind: str, placement: str, tmp_path: Path) -> None:
+    reason = "imageio-ffmpeg is not installed; pip install 'headrace[video]'"
+    ffmpeg = str(pytest.importorskip("imageio_ffmpeg", reason=reason).get_ffmpeg_exe())
+    several = {"policies": {"shared": {}}} if env != ENV else {}
+    kept = failed(config_of(kind, placement, env, **several), tmp_path, 1)[0]
+    told = rerun_of_run(tmp_path, kind, placement, *set_policies(several), "--render", "out.mp4", env=env)
+    assert f"out.mp4: {kept.facts.steps} pictures" in told.stdout, told.stderr
+    assert told.returncode == 0
+    command = [ffmpeg, "-loglevel", "error", "-i", "out.mp4", "-f", "rawvideo", "-pix_fmt", "gray", "-"]
+    raw = subprocess.run(command, capture_output=True, check=True, timeout=TIMEOUT_S, cwd=tmp_path).stdout
+    shown = np.frombuffer(raw, np.uint8).reshape(-1, 32 * 48).mean(1)
+    assert np.allclose(shown, 4 * np.arange(kept.facts.steps), atol=6)
+
+
+def set_policies(settings: dict[str, Any]) -> list[str]:
+    return ["--set", 'sampling.policies={"shared": {}}'] if settings else []
+
+
+def rerun_of_run(
+    run: Path, kind: str, placement: str, *arguments: str, env: str = ENV, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Call the command for a run directory without settings."""
+    settings = [f"sampling.env_config.kind={kind}", f"sampling.env_placement={placement}"]
+    flags = [part for setting in settings for part in ("--set", setting)]
+    return headrace("rerun", str(run), "--env", env, *flags, *arguments, stdin=stdin, cwd=run)
+
+
+def test_the_debugger_stops_before_a_step_that_ends_the_process(tmp_path: Path) -> None:
+    kept = failed(config_of("segfault", "process"), tmp_path, 1)[0]
+    stdin = "p 'stands', call.__self__._step\ns\ns\nn\nn\np 'entered', self._step\nq\n"
+    told = rerun_of_run(tmp_path, "segfault", "process", "--pdb", stdin=stdin)
+    steps = kept.facts.steps
+    assert f"stops before step {steps} of episode {kept.facts.episode_id}" in told.stdout
+    assert f"('stands', {steps - 1})" in told.stdout, told.stdout + told.stderr
+    assert f"('entered', {steps})" in told.stdout
+    assert told.stdout.endswith(f"the debugger was left at step {steps}\n")
+    assert told.returncode == 1
+    fatal = rerun_of_run(tmp_path, "segfault", "process", "--pdb", stdin="c\n")
+    assert fatal.returncode == -signal.SIGSEGV
+
+
+def test_a_rerun_that_hangs_says_at_which_step_and_can_be_interrupted(tmp_path: Path) -> None:
+    kept = failed(config_of("hang", "process", env_step_timeout_s=1.0), tmp_path, 1)[0]
+    script = (
+        "import headrace.deploy.annexes.rerun.repeated as repeated; repeated.SAY_INTERVAL_S = 0.5; "
+        "from headrace.deploy.command.entry import main; main()"
+    )
+    words = f"step {kept.facts.steps} has not returned for"
+    flags = ["--set", "sampling.env_config.kind=hang", "--set", "sampling.env_step_timeout_s=1000"]
+    for placement in ("inline", "process"):
+        flags += ["--set", f"sampling.env_placement={placement}"]
+        command = [sys.executable, "-c", script, "rerun", str(tmp_path), "--env", ENV, *flags]
+        with (tmp_path / "log").open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output)
+        try:
+            wait_until(lambda: (tmp_path / "log").read_text().count(words) == 2, what="a word on it, again")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(TIMEOUT_S) == INTERRUPTED
+        finally:
+            process.kill()
+        assert f"interrupted at step {kept.facts.steps}" in (tmp_path / "log").read_text()
 
 
 def test_an_env_that_is_not_deterministic_is_named_with_its_step(tmp_path: Path) -> None:
@@ -160,8 +245,24 @@ def test_one_env_of_a_vector_is_repeated_alone(tmp_path: Path) -> None:
         assert (repeated.at, repeated.difference) == (f"step {planted_step(kept.facts.seed or 0)}", "")
 
 
-def test_a_native_vector_keeps_no_failure_that_cannot_be_repeated(tmp_path: Path) -> None:
-    config = config_of("raise").model_copy(update={"env": sync_vector})
+@pytest.mark.filterwarnings("ignore:.*Received the following error", "ignore:.*Raising the last", "ignore:.*Traceback")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_env_of_a_vector_that_headrace_makes_is_repeated_alone(mode: str, tmp_path: Path) -> None:
+    config = config_of("raise", gym_env_vectorize_mode=mode)
+    crashes = failed(config, tmp_path, 6)
+    assert {kept.facts.lane for kept in crashes} != {0}
+    for kept in crashes:
+        assert kept.facts.steps == planted_step(kept.facts.seed or 0), "the env that failed, and not its neighbour"
+        repeated = repeated_of(config, kept)
+        assert (repeated.at, repeated.difference) == (f"step {kept.facts.steps}", "")
+        assert verdict(kept.facts, repeated).endswith("with the same error")
+
+
+@pytest.mark.parametrize("kind", ["raise", "shape"])
+def test_a_native_vector_keeps_no_failure_that_cannot_be_repeated(kind: str, tmp_path: Path) -> None:
+    config = config_of(kind, gym_env_vectorize_mode="sync")  # it finds the bad shape once all envs have stepped
+    if kind == "raise":
+        config = config_of(kind).model_copy(update={"env": sync_vector})
     with SingleAgentEnvRunner(config) as runner:
         runner.totals.kept = KeptFailures(tmp_path, 0, 0)
         while not runner.totals.env_failures:
@@ -183,6 +284,26 @@ def test_steps_that_a_worker_no_longer_keeps_are_said(tmp_path: Path, monkeypatc
     (long,) = [kept for kept in failed(config, tmp_path / "b", 9) if kept.facts.steps > 30][:1]
     with pytest.raises(ConfigError, match="its first steps are no longer known"):
         repeated_of(config, long)
+
+
+def test_an_episode_without_end_keeps_few_cuts_and_drops_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drops, drop = [0], episode_trail._Cut.drop
+
+    def counted(cut: episode_trail._Cut, *, all_steps: bool) -> None:
+        drops[0] += 1
+        drop(cut, all_steps=all_steps)
+
+    monkeypatch.setattr(episode_trail._Cut, "drop", counted)
+    monkeypatch.setattr(episode_trail, "MOST_BYTES", 100_000)
+    endless = config_of("", env="support.envs.counting:Counting", env_config={"length": 10**9})
+    with SingleAgentEnvRunner(endless) as runner:
+        runner.totals.kept = KeptFailures(tmp_path, 0, 0)
+        for _ in range(600):
+            runner.sample_fragment()
+        assert 0 < drops[0] <= 2 * 600, "observations, then all steps"
+        assert sum(type(one) is episode_trail._Cut for one in gc.get_objects()) < 300
 
 
 def test_an_episode_without_a_seed_says_why_it_cannot_be_repeated(tmp_path: Path) -> None:
@@ -251,11 +372,18 @@ def test_a_fleet_keeps_its_failures_and_names_the_command(tmp_path: Path) -> Non
     assert "in _crash" in rerun.stdout, "the traceback"
     listed = headrace("rerun", str(run), "--list").stdout.splitlines()
     assert len(listed) == len(failures_of(run)) > 1
+    kept = read_failure(run, failures_of(run)[-1])
+    (episode,) = re.findall(rf"step {kept.facts.steps} of episode ({kept.facts.episode_id})", text)
+    assert headrace("rerun", str(run), "--episode", episode).stdout.startswith(f"{kept.name}: ")
+    unknown = headrace("rerun", str(run), "--episode", "00c0ffee")
+    assert unknown.returncode == ExitCode.CONFIG
+    assert f"headrace replay RECORDING --episode 00c0ffee --render F.mp4 --run-dir {run}" in unknown.stderr
+    assert "begins the ids of several" in headrace("rerun", str(run), "--episode", episode[:16]).stderr
     debugged = headrace("rerun", str(run), "--pdb", stdin="p self._sum * 1000\nq\n")
     kept = read_failure(run, failures_of(run)[0])
     assert f"{1000 * int(kept.arrays['actions'].sum())}" in debugged.stdout, "it stands in the env's step"
 
 
-def headrace(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def headrace(*arguments: str, stdin: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace.deploy", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, input=stdin)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, input=stdin, cwd=cwd)

@@ -48,9 +48,14 @@ class PackedEnv(gym.Env[Any, Any]):
 
     def __init__(self, env: Any) -> None:
         self._env = env
+        self.render_mode = getattr(env, "render_mode", None)
         self.packing = Packing(spaces_by_agent(gym_spaces_of(env)))
         blank = {agent: _blank(spaces.observation) for agent, spaces in self.packing.by_agent.items()}
         self._unseen = self.packing.pack_seen(blank, {}, {})
+
+    def render(self) -> Any:
+        """Return the env's picture."""
+        return self._env.render()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the env, with a task in `options`, and return a row and the infos."""

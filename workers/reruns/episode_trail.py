@@ -9,6 +9,7 @@ is let go with the last of its episodes, or by `MOST_BYTES`.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,10 +54,6 @@ AgentRows = tuple[int, Episode, Columns, tuple[int, slice], bool]
 class _Cut:
     columns: dict[str, NDArray[np.generic]]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(column.nbytes for column in self.columns.values())
-
     def drop(self, *, all_steps: bool) -> None:
         self.columns = {} if all_steps else {n: column for n, column in self.columns.items() if not is_obs_column(n)}
 
@@ -75,9 +72,11 @@ class Trail:
     """The cuts of the open episodes of a runner. `shows_all`: a cut has the observations as the env gave them."""
 
     def __init__(self) -> None:
-        self._cuts: list[weakref.ref[_Cut]] = []
+        self._seen = OrderedDict[weakref.ref[_Cut], int]()
+        """The cuts that have observations, the oldest first, and their bytes of these."""
+        self._cuts = OrderedDict[weakref.ref[_Cut], int]()
+        """The cuts, the oldest first, and their bytes of other columns."""
         self._nbytes = 0
-        """An upper bound of the bytes in `_cuts`, some of which may be gone."""
 
     def add(
         self,
@@ -89,27 +88,26 @@ class Trail:
         """Keep those of the cut `columns` that repeat steps, for the `chunks` in them whose episodes go on."""
         cut, start = _Cut(_needed(columns, shows_all)), 0
         for index, chunk in enumerate(chunks):
-            steps = chunk.stop - chunk.start
-            if goes_on(chunk):
-                chunk.episode.trail.append(Piece(cut, start, start + index, steps))
+            steps, trail = chunk.stop - chunk.start, chunk.episode.trail
+            if trail and not trail[0].cut.columns:
+                del trail[1:]  # without its first steps the episode cannot be repeated
+            elif goes_on(chunk):
+                trail.append(Piece(cut, start, start + index, steps))
             start += steps
-        self._cuts.append(weakref.ref(cut))
-        self._nbytes += cut.nbytes
-        if self._nbytes > MOST_BYTES:
-            del cut  # it is let go if no episode goes on
-            self._shrink()
+        ref = weakref.ref(cut, self._forget)
+        seen = sum(column.nbytes for name, column in cut.columns.items() if is_obs_column(name))
+        self._seen[ref], self._cuts[ref] = seen, sum(column.nbytes for column in cut.columns.values()) - seen
+        self._nbytes += seen + self._cuts[ref]
+        del cut  # it is let go if no episode goes on
+        for kept, all_steps in ((self._seen, False), (self._cuts, True)):
+            while kept and self._nbytes > MOST_BYTES:
+                ref, nbytes = kept.popitem(last=False)
+                self._nbytes -= nbytes
+                if (oldest := ref()) is not None:
+                    oldest.drop(all_steps=all_steps)
 
-    def _shrink(self) -> None:
-        cuts = [cut for ref in self._cuts if (cut := ref()) is not None]
-        self._nbytes = sum(cut.nbytes for cut in cuts)
-        for all_steps in (False, True):
-            for cut in cuts:
-                if self._nbytes <= MOST_BYTES * 3 // 4:
-                    break
-                self._nbytes -= cut.nbytes
-                cut.drop(all_steps=all_steps)
-                self._nbytes += cut.nbytes
-        self._cuts = [weakref.ref(cut) for cut in cuts if cut.columns]
+    def _forget(self, cut: weakref.ref[_Cut]) -> None:
+        self._nbytes -= self._seen.pop(cut, 0) + self._cuts.pop(cut, 0)
 
     def of(self, episode: Episode, columns: Columns, where: tuple[int, slice], shows_all: bool) -> FailedEpisode:
         """Return the episode, which failed at the last of the rows `where` (lane, rows) in a fragment's `columns`.

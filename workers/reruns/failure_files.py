@@ -55,6 +55,11 @@ class FailureFacts(BaseModel):
     error: str
     message: str
 
+    @property
+    def episode_id(self) -> str:
+        """The id of the episode; "" for a failure before its first step."""
+        return self.at.partition(" of episode ")[2]
+
 
 @dataclass(frozen=True, slots=True)
 class KeptFailure:

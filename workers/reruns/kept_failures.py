@@ -61,6 +61,8 @@ def facts_of(table: LaneTable, failure: Failure, vector_seed: int | None) -> Fai
     if episode is None:
         episode = FailedEpisode(begun.seed if begun is not None else UNSEEDED, 0)
     own = table.contexts.get(failure.lane)
+    if own is None and 0 in table.contexts:  # that of a vector, for all its envs
+        own = table.contexts[0].at(failure.lane)
     task = failure.task or (begun.task if begun is not None else None)
     error, message = in_its_env(failure.error)
     return FailureFacts(

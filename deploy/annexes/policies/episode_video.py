@@ -44,12 +44,12 @@ class EpisodeVideo:
         self._problem = ""
         self._encoder: _Encoder | None = None
 
-    def env_creator(self, env: str | Callable[..., Any] | None, index: int = 0) -> EnvCreator:
-        """Return a creator that asks for pictures of env `index`."""
+    def env_creator(self, env: str | Callable[..., Any] | None, *, of_each: bool = False) -> EnvCreator:
+        """Return a creator that asks for pictures of env 0, or of each env."""
         creator = find_creator(env)
 
         def create(context: EnvContext) -> Any:
-            if context.vector_index != index:
+            if context.vector_index and not of_each:
                 return creator(context)
             try:
                 return creator(context.with_config({**context, "render_mode": "rgb_array"}))
@@ -74,6 +74,12 @@ class EpisodeVideo:
             self.show(env_runner.try_render_at(0), rate)
 
     on_episode_start = on_episode_step
+
+    def watch(self, envs: Any, lane: int) -> None:
+        """Show the env in a lane of a driver. Raises `EnvError` if that fails."""
+        rate = (getattr(envs.lanes[lane].env, "metadata", None) or {}).get("render_fps")
+        self.show(envs.try_render_at(lane), rate)
+        self.check()
 
     def show(self, picture: NDArray[np.uint8] | None, frames_per_s: float | None = None) -> None:
         """Write a picture, unless there is a problem. None is one."""

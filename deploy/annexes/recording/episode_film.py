@@ -80,16 +80,8 @@ def film_env(episode: EpisodeChunk, spaces: Spaces, config: EnvRunnerConfig, pat
         raise ConfigError(f"episode {episode.episode_id} began without a seed, so no env can repeat it", key=_KEY)
     kept = KeptFailure(f"episode {episode.episode_id}", _facts(episode, config), _arrays(episode, spaces, config))
     with part("EpisodeVideo")(path) as video, envs_apart() as calls:
-        rate: list[Any] = []
-
-        def watch(envs: Any, lane: int) -> None:
-            if not rate:
-                rate.append((getattr(envs.lanes[lane].env, "metadata", None) or {}).get("render_fps"))
-            video.show(envs.try_render_at(lane), rate[0])
-            video.check()
-
-        shown = config.model_copy(update={"env": video.env_creator(config.env, episode.env_index)})
-        repeated = part("repeat")(shown, kept, calls, watch=watch, apart=False)
+        shown = config.model_copy(update={"env": video.env_creator(config.env, of_each=True)})
+        repeated = part("repeat")(shown, kept, calls, watch=video.watch, apart=False)
         if repeated.error is None and repeated.end is not episode.end and episode.is_done:
             repeated.note(f"it ends as {repeated.end.name}, and the recording as {episode.end.name}")
         if repeated.error is not None:

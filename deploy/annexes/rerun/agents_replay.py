@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +54,9 @@ class _Agent:
     answered: int = 0
 
 
-def play_agents(vector: MultiAgentVector, failure: KeptFailure, repeated: Repeated) -> None:
+def play_agents(
+    vector: MultiAgentVector, failure: KeptFailure, repeated: Repeated, watch: Callable[[AgentSource, int], None]
+) -> None:
     """Take the steps of the failure, until the env fails or ends the episode, or other agents act than did."""
     vector.envs.take_started()
     agents, steps = dict[Any, _Agent](), failure.facts.steps
@@ -75,6 +77,7 @@ def play_agents(vector: MultiAgentVector, failure: KeptFailure, repeated: Repeat
         if outcome.failures:
             repeated.error = outcome.failures[0].error
             return
+        watch(vector.envs, 0)
         if step == steps - 1:
             repeated.end = outcome.over.get(0, ChunkEnd.ONGOING)
             return

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import bdb
 import logging
 import pdb
+import shlex
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.deploy.command.option_table import command
+from headrace.deploy.run.annexes import part
 from headrace.deploy.run.options import Asked
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import say
@@ -23,22 +27,35 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.deploy")
 app = typer.Typer()
 
+_WHY_NONE = (
+    "; a worker elsewhere keeps them on its own host. None is kept of an inline env that ended its worker, of an "
+    "external env, or of a native vector, whose envs fail together, unless an env of a sync or async one raised"
+)
+
 
 @command(
     app,
     "headrace rerun runs/a",
     "headrace rerun runs/a --list",
     "headrace rerun runs/a --failure 0-0-3 --pdb",
-    options="run failure listed debug env config sets allow",
+    "headrace rerun runs/a --episode 00c0ffee --render failure.mp4",
+    options="run failure episode listed debug render env config sets allow",
 )
 def rerun(
     asked: Asked,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory, on the host of the worker.")],
     failure: Annotated[str, typer.Option("--failure", help="Which one; default: the newest.", metavar="NAME")] = "",
+    episode: Annotated[
+        str, typer.Option("--episode", help="The one of this episode: the first digits of its id.", metavar="ID")
+    ] = "",
     listed: Annotated[bool, typer.Option("--list", help="List the failures, the newest first.")] = False,
     debug: Annotated[
-        bool, typer.Option("--pdb", help="Build the env in this process, and stop in a debugger where it fails.")
+        bool,
+        typer.Option("--pdb", help="Build the env in this process, and stop in a debugger where it fails, or hangs."),
     ] = False,
+    render: Annotated[
+        Path | None, typer.Option("--render", help="MP4 file for a video of the episode (extra video).")
+    ] = None,
 ) -> None:
     """Repeat an episode in which an env failed: build the env, reset it, and send it the same actions.
 
@@ -47,17 +64,22 @@ def rerun(
     from headrace.workers.reruns.failure_files import failures_of, read_failure
 
     set_up_logging(Identity("", "rerun"))
+    if failure and episode:
+        raise ConfigError("give either --failure or --episode", key="--episode")
     names = failures_of(run)
-    if not names:
-        raise ConfigError(f"no failure of an env is kept in {run}; a worker elsewhere keeps them on its own host")
+    if not names and not episode:
+        raise ConfigError(f"no failure of an env is kept in {run}{_WHY_NONE}")
     if listed:
         say("\n".join(_line(read_failure(run, name)) for name in names))
         return
     from headrace.deploy.annexes.rerun.replay import is_same
+    from headrace.deploy.fleet.roles import no_exit_from
+    from headrace.schemas.errors import EnvError
 
-    kept = read_failure(run, failure or names[0])
+    kept = _of_episode(run, names, episode) if episode else read_failure(run, failure or names[0])
     say(_line(kept))
-    repeated = _repeat(asked, run, kept, debug=debug)
+    with no_exit_from(EnvError, "the env"):
+        repeated = _repeat(asked, run, kept, debug=debug, render=render)
     if repeated.error is not None and not debug:
         say("".join(traceback.format_exception(repeated.error)).rstrip())
     say(verdict(kept.facts, repeated))
@@ -65,9 +87,24 @@ def rerun(
         raise typer.Exit(int(ExitCode.FAILURE))
 
 
-def _repeat(asked: Asked, run: Path, kept: KeptFailure, *, debug: bool) -> Repeated:
+def _of_episode(run: Path, names: Sequence[str], episode: str) -> KeptFailure:
+    """Return the failure of the episode whose id begins with `episode`. Raises `ConfigError`."""
+    from headrace.workers.reruns.failure_files import read_failure
+
+    found = [kept for name in names if (kept := read_failure(run, name)).facts.episode_id.startswith(episode)]
+    if not found:
+        shown = f"headrace replay RECORDING --episode {shlex.quote(episode)} --render F.mp4 --run-dir {run}"
+        message = f"no failure in {run} is of episode {episode!r:.80}; of one in a recording make a film by: {shown}"
+        raise ConfigError(message, key="--episode")
+    if len(found) > 1:
+        raise ConfigError(f"{episode!r:.80} begins the ids of several episodes; give more digits", key="--episode")
+    return found[0]
+
+
+def _repeat(asked: Asked, run: Path, kept: KeptFailure, *, debug: bool, render: Path | None) -> Repeated:
     from headrace.deploy.annexes.rerun.replay import repeat
     from headrace.deploy.trained.saved_policy import settings_for
+    from headrace.schemas.errors import EnvError, words_of
     from headrace.workers.config import runner_config
     from headrace.workers.fleet.user_side import envs_apart
 
@@ -75,11 +112,22 @@ def _repeat(asked: Asked, run: Path, kept: KeptFailure, *, debug: bool) -> Repea
     facts, sampling = kept.facts, settings.sampling
     if (facts.env, facts.env_config) != (str(sampling.env), sampling.env_config):
         log.warning("the settings have changed since: the worker's env was %s, %s", facts.env, facts.env_config)
-    with envs_apart() as calls:
-        return repeat(runner_config(settings), kept, calls, _debug if debug else None)
+    config, debugger = runner_config(settings), _debug if debug else None
+    if render is None:
+        with envs_apart() as calls:
+            return repeat(config, kept, calls, debugger)
+    config = config.model_copy(update={"env_config": {**config.env_config, "render_mode": "rgb_array"}})
+    with part("EpisodeVideo")(render) as video, envs_apart() as calls:
+        repeated = repeat(config, kept, calls, debugger, video.watch)
+        if repeated.error is not None and repeated.at == "construction" != facts.at:
+            raise EnvError(f'the env cannot be built with render_mode = "rgb_array": {words_of(repeated.error)}')
+    say(f"{render}: {video.frames} pictures" if video.frames else f"no video: it failed at {repeated.at}")
+    return repeated
 
 
 def _debug(repeated: Repeated, error: BaseException) -> None:
+    if isinstance(error, bdb.BdbQuit):
+        return  # the user has left the debugger
     say(f"{type(error).__name__} at {repeated.at}: {error}")
     if error.__traceback__ is None:
         say("It was found in what the env returned, so there is no place in the env to stop at.")
@@ -107,6 +155,8 @@ def verdict(facts: FailureFacts, repeated: Repeated) -> str:
         )
     if repeated.error is None:
         said.append(f"did not fail: its last call was {repeated.at}")
+    elif isinstance(repeated.error, bdb.BdbQuit):
+        said.append(f"the debugger was left at {repeated.at}")
     else:
         kind, message = in_its_env(repeated.error)
         same = "the same error" if is_same(facts, repeated.error) else f"another error: {kind}: {message}"

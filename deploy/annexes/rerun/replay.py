@@ -6,6 +6,7 @@ keeps something from one episode to the next.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.deploy.annexes.rerun.agents_replay import open_agents, play_agents
-from headrace.deploy.annexes.rerun.repeated import Repeated
+from headrace.deploy.annexes.rerun.repeated import Repeated, slow_calls_said
+from headrace.deploy.annexes.rerun.stop_before import stopping_before
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import column_dtype, leaf_shape, leaves
 from headrace.schemas.chunks.task import Task
@@ -24,6 +26,7 @@ from headrace.schemas.errors import ConfigError, EnvError, RunDirError
 from headrace.workers.agents.vector import MultiAgentVector
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
+from headrace.workers.envs.creators import find_creator
 from headrace.workers.envs.driver import LaneDriver, Pace, own_driver
 from headrace.workers.envs.failures import in_its_env
 from headrace.workers.envs.inline import InlineEnvs
@@ -39,6 +42,8 @@ from headrace.workers.reruns.episode_trail import digests
 from headrace.workers.reruns.failure_files import FailureFacts, KeptFailure
 from headrace.workers.sampling.opening import first_env
 
+log = logging.getLogger("headrace.deploy")
+
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 _OF_A_PROCESS = "EnvHangError", "EnvCrashError"
 """Errors whose message has the env's index and process."""
@@ -48,7 +53,7 @@ Debug = Callable[[Repeated, BaseException], None]
 """Called with an error of the env, or with Ctrl-C in a call of it, before the env is closed."""
 
 
-Watch = Callable[[EnvVector, int], None]
+Watch = Callable[[LaneDriver, int], None]
 """Called with the envs and the lane after the reset and after each step."""
 
 
@@ -63,29 +68,37 @@ def repeat(
 ) -> Repeated:
     """Repeat the episode, and return what came of it. With `debug`, or not `apart`, the env is in this process.
 
+    With `debug` it also stops before a call from which the worker's env did not return. Every 10 s it logs which call
+    of the env has not returned.
+
     Raises `ConfigError` for a failure that cannot be repeated, and `RunDirError` for steps of another env.
     """
     facts, repeated = failure.facts, Repeated()
     if facts.problem:
         raise ConfigError(f"failure {failure.name} cannot be repeated: {facts.problem}")
     placement = "inline" if debug is not None or not apart or config.env_placement == "inline" else "process"
-    config = config.model_copy(update={"num_envs": 1, "env_placement": placement, "callbacks": []})
+    told = {"num_envs": 1, "env_placement": placement, "callbacks": [], "gym_env_vectorize_mode": None}
+    config = config.model_copy(update=told)
     try:
-        with _open(config, facts, calls) as (envs, table, lane):
-            try:
-                _begin(envs if isinstance(envs, EnvVector) else envs.envs, table, lane, repeated)
-                if repeated.error is None:
-                    if isinstance(envs, EnvVector):
-                        _play(envs, lane, failure, repeated, watch)
-                    else:
-                        play_agents(envs, failure, repeated)
-                raised = repeated.error
-            except KeyboardInterrupt as error:
-                raised = error
-            if debug is not None and raised is not None:
-                debug(repeated, raised)
-            if repeated.error is None and raised is not None:
-                raise raised
+        with slow_calls_said(repeated) as quiet:
+            if debug is not None and facts.error in _OF_A_PROCESS:
+                creator = stopping_before(find_creator(config.env), facts, quiet.set)
+                config = config.model_copy(update={"env": creator})
+            with _open(config, facts, calls) as (envs, table, lane):
+                raised: BaseException | None
+                try:
+                    _repeat_in(envs, table, lane, failure, repeated, watch)
+                    raised = repeated.error
+                except KeyboardInterrupt as error:
+                    raised = error
+                quiet.set()
+                if debug is not None and raised is not None:
+                    debug(repeated, raised)
+                if repeated.error is None and raised is not None:
+                    raise raised
+    except KeyboardInterrupt:
+        log.warning("interrupted at %s", repeated.at)
+        raise
     except EnvError as error:
         if repeated.at != "construction":
             raise
@@ -167,11 +180,26 @@ def _open(
         envs.stop()
 
 
-def _begin(envs: LaneDriver, table: LaneTable, lane: int, repeated: Repeated) -> None:
+def _repeat_in(
+    envs: EnvVector | MultiAgentVector,
+    table: LaneTable,
+    lane: int,
+    failure: KeptFailure,
+    repeated: Repeated,
+    watch: Watch,
+) -> None:
+    """Reset the env, and take its steps."""
+    driver: LaneDriver = envs if isinstance(envs, EnvVector) else envs.envs
     repeated.at = "reset"
-    envs.try_reset([lane])
+    driver.try_reset([lane])
     if table.failed:
         repeated.error = table.failed[0].error
+        return
+    watch(driver, lane)
+    if isinstance(envs, EnvVector):
+        _play(envs, lane, failure, repeated, watch)
+    else:
+        play_agents(envs, failure, repeated, watch)
 
 
 def _play(envs: EnvVector, lane: int, failure: KeptFailure, repeated: Repeated, watch: Watch) -> None:
@@ -180,7 +208,6 @@ def _play(envs: EnvVector, lane: int, failure: KeptFailure, repeated: Repeated, 
     actions = _actions(envs, failure)
     known = {name: column for name, column in failure.arrays.items() if name.partition("/")[0] == "obs"}
     width = len(envs.lanes)
-    watch(envs, lane)
     for step in range(steps):
         _compare(envs, lane, known, step - steps, repeated)
         repeated.at = f"step {step + 1}"

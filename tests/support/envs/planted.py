@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from typing import Any
@@ -20,7 +21,10 @@ def planted_step(seed: int) -> int:
 
 
 class Planted(gym.Env[Any, Any]):
-    """`kind`: what the crash is. `noisy_from`: the step from which on observations do not depend on the seed."""
+    """`kind`: what the crash is. `noisy_from`: the step from which on observations do not depend on the seed.
+
+    Its picture is as bright as the steps are many.
+    """
 
     def __init__(self, env_config: Any) -> None:
         self.observation_space = gym.spaces.Dict(
@@ -30,6 +34,7 @@ class Planted(gym.Env[Any, Any]):
             }
         )
         self.action_space = gym.spaces.Discrete(4)
+        self.render_mode = env_config.get("render_mode")
         self._kind = env_config["kind"]
         self._made_as = env_config.vector_index + 10 * env_config.worker_index + (env_config.seed or 0) % 97
         self._noisy_from = env_config.get("noisy_from", LENGTH)
@@ -46,6 +51,9 @@ class Planted(gym.Env[Any, Any]):
         if self._step == self._crash_at:
             return self._crash()
         return self._observation(), self._sum / 7, False, self._step == LENGTH, {}
+
+    def render(self) -> Any:
+        return np.full((32, 48, 3), 4 * self._step, np.uint8)
 
     def _observation(self) -> dict[str, Any]:
         far = int(self.np_random.integers(1000))
@@ -64,6 +72,8 @@ class Planted(gym.Env[Any, Any]):
                 return {"near": np.zeros(4, np.float32), "far": 0}, 0.0, False, False, {}
             case "exit":
                 os._exit(3)
+            case "segfault":
+                ctypes.string_at(0)
         time.sleep(3600)
         return None
 
@@ -79,6 +89,7 @@ class PlantedTeam(MultiAgentEnv):
 
     def __init__(self, env_config: Any) -> None:
         self._env = Planted(env_config)
+        self.render_mode, self.render = self._env.render_mode, self._env.render
         self.possible_agents = ["a", "b", "c"]
         self.observation_spaces = dict.fromkeys(self.possible_agents, self._env.observation_space["near"])
         self.action_spaces = dict.fromkeys(self.possible_agents, self._env.action_space)

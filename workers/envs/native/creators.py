@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
+from itertools import pairwise
+from traceback import walk_tb
 from typing import Any
 
 import gymnasium as gym
@@ -38,6 +40,18 @@ def vector_creator(config: EnvRunnerConfig) -> EnvCreator:
     creator = find_creator(config.env)
     kind: Any = SyncVectorEnv if mode == "sync" else AsyncVectorEnv
     return lambda context: kind(_builders(creator, context), autoreset_mode=AutoresetMode.DISABLED)
+
+
+def raised_in(error: BaseException) -> set[int]:
+    """Return the env that raised `error` in a step of a gymnasium vector; none where the frames do not tell."""
+    frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
+    for names, called in pairwise([*frames, {}]):
+        vector = names.get("self")
+        if isinstance(vector, AsyncVectorEnv) and "index" in names:
+            return {names["index"]}
+        if isinstance(vector, SyncVectorEnv) and "i" in names and called.get("self") is vector.envs[names["i"]]:
+            return {names["i"]}
+    return set()
 
 
 def _builders(creator: EnvCreator, context: EnvContext) -> list[Callable[[], Any]]:

@@ -51,6 +51,8 @@ class NativeLanes(EnvDriver):
         self._env: Any = None
         self._broken: BaseException | None = None
         """Error for which the vector cannot go on. Episodes that are still open are lost with the next poll."""
+        self._culprits = set[int]()
+        """The lanes whose envs caused the failure of the vector, as far as this is known."""
         self._watchdog: Watchdog | None = None
         self._untold = set[str]()
         """Infos that no lane gets, of which the log has said so."""
@@ -202,6 +204,10 @@ class NativeLanes(EnvDriver):
             if self.on_failure is not None:
                 for each in failures:
                     self.on_failure(self.lanes[each.lane], each)
+            # Of the other modes it is not known how one env is built.
+            is_of_one = table.config.gym_env_vectorize_mode in ("sync", "async") and failures[0].lane in self._culprits
+            if table.totals.kept is not None and is_of_one:
+                failures[0].rerun = table.totals.kept.write(table, failures[0])
             self._recovery.restart(failures)
 
     def _revive(self) -> None:

@@ -33,7 +33,7 @@ from headrace.workers.envs.checks import own_info, take_reset_apart
 from headrace.workers.envs.driver import Pace
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
-from headrace.workers.envs.native.creators import Seeding
+from headrace.workers.envs.native.creators import Seeding, raised_in
 from headrace.workers.envs.native.infos import final_infos, moved
 from headrace.workers.envs.native.lanes import NativeLanes
 from headrace.workers.envs.native.vector_step import (
@@ -85,7 +85,7 @@ class NativeVector(NativeLanes):
                 answer = self._env.step(self._actions)
         except BaseException as error:  # noqa: BLE001 - a user's env
             raise_stop(error)
-            return self._lost(live, {}, error, stepped=False)
+            return self._lost(live, dict.fromkeys(raised_in(error), error), error, stepped=False)
         try:
             step = in_lane_order(read_step(answer, len(self.lanes)))
             problems = self.observations.put_rows(step.observations, step.lanes)
@@ -149,7 +149,7 @@ class NativeVector(NativeLanes):
         ended: Sequence[tuple[int, ChunkEnd]] = (),
     ) -> Outcome:
         """Lose the vector and all open episodes except those in `ended`. The lanes in `bad` caused the failure."""
-        self._broken = error
+        self._broken, self._culprits = error, set(bad)
         lanes = np.arange(len(self.lanes)) if live is None else live
         spared = {lane for lane, _ in ended}
         failures = [Failure(i, bad.get(i, error), stepped=stepped) for i in lanes.tolist() if i not in spared]
