@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip instal
 
 import pyarrow.parquet as pq  # noqa: E402
 
+from headrace.deploy.annexes.recording import exporting  # noqa: E402
+from headrace.deploy.annexes.recording.episode_film import find_episode  # noqa: E402
+from headrace.deploy.annexes.recording.exporting import ExportTarget, export_recording  # noqa: E402
 from headrace.deploy.annexes.recording.recording_folder import METADATA, RecordingFolder, read_metadata  # noqa: E402
+from headrace.learner_stub import EpisodeStream  # noqa: E402
 from headrace.schemas.chunks.batch import ChunkBatch  # noqa: E402
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, UNSEEDED, ChunkEnd  # noqa: E402
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete  # noqa: E402
@@ -118,7 +123,7 @@ def test_a_field_says_the_shape_of_its_rows_and_a_file_its_schema_and_spaces(tmp
     assert schema.field("obs/arm").type == pa.list_(pa.float32(), 6)
     assert schema.field("obs/camera").type == pa.binary(192)
     told = json.loads(schema.metadata[METADATA])
-    assert (told["schema"], told["module"]) == (1, "default_policy")
+    assert (told["schema"], told["module"]) == (2, "default_policy")
     assert told["observation_space"] == SCENE.model_dump(mode="json")
 
 
@@ -188,14 +193,50 @@ def test_two_processes_do_not_record_to_one_folder(tmp_path: Path) -> None:
     RecordingFolder(tmp_path).close()
 
 
-def test_a_recording_of_another_schema_or_a_damaged_one_is_left_alone(tmp_path: Path) -> None:
-    table = pa.table({"slot": [1]}).replace_schema_metadata({METADATA: b'{"schema": 9}'})
-    pq.write_table(table, tmp_path / "batches-000001.parquet")
-    with pytest.raises(RunDirError, match="it has schema 9, and this Headrace knows 1; use the version that wrote it"):
-        RecordingFolder(tmp_path)
+@pytest.mark.parametrize(
+    ("schema", "told"), [(1, "it has schema 1"), (9, "it has schema 9"), (None, "it has no schema")]
+)
+def test_a_recording_of_another_layout_is_refused_by_all_that_open_it_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schema: int | None, told: str
+) -> None:
+    monkeypatch.setattr(exporting, "TARGETS", {"any": ExportTarget("builtins:print", ())})
+    path = written(tmp_path / "recording", make_batch(1, 3))
+    with EpisodeStream.of(path) as stream:
+        assert stream.next() is not None
+        position = stream.position()
+    for file in path.rglob("*.parquet"):
+        table = pq.read_table(file)
+        metadata = {} if schema is None else {METADATA: json.dumps({"schema": schema, "position": []})}
+        pq.write_table(table.replace_schema_metadata(metadata), file)
+    before = {file: file.read_bytes() for file in path.rglob("*.parquet")}
+    opened: list[Callable[[], object]] = [
+        lambda: RecordingFolder(path),
+        lambda: EpisodeStream.of(path),
+        lambda: EpisodeStream.of(path, position=position),
+        lambda: EpisodeStream.of(path, keep=lambda episode: True),
+        lambda: find_episode(str(path), "best"),
+        lambda: export_recording(str(path), "any", tmp_path / "out", module_id=None, fps=None),
+    ]
+    for entrance in opened:
+        with pytest.raises(RunDirError, match=f"{told}, and this Headrace reads schema 2; use the version that wrote"):
+            entrance()
+    assert {file: file.read_bytes() for file in path.rglob("*.parquet")} == before
+
+
+def test_a_damaged_recording_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "batches-000002.parquet").write_bytes(b"PAR1")
-    with pytest.raises(RunDirError, match=r"batches-000002.parquet cannot be read: .*; choose another --dir"):
-        RecordingFolder(tmp_path)
+    for entrance in (RecordingFolder, EpisodeStream.of):
+        with pytest.raises(RunDirError, match=r"batches-000002.parquet cannot be read: .*; choose another --dir"):
+            entrance(tmp_path)
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    """They look as what a kill leaves, but for their names."""
+    others = [tmp_path / name for name in ("trips-2024.parquet", ".part-0.parquet.crc")]
+    for other in others:
+        other.write_bytes(b"theirs")
+    written(tmp_path, make_batch(1, 3))
+    assert [other.read_bytes() for other in others] == [b"theirs"] * 2
 
 
 def _record(run_dir: Path, folder: Path, *words: str) -> subprocess.Popen[str]:
