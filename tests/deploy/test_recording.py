@@ -285,10 +285,28 @@ def test_headrace_up_records_each_step_that_is_committed_over_a_kill_of_its_reco
     assert [path.parent for path in folder.rglob("batches-*")] == [folder]
 
 
-def test_without_pyarrow_the_command_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['pyarrow'] = None")
-    command = [sys.executable, "-m", "headrace.deploy", "record", "runs/none", "--dir", str(tmp_path / "recording")]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    told = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["record", "runs/none", "--dir", "recording"],
+        ["up", "--env", "CartPole-v1", "--run-dir", "run", "--record", "recording"],
+        ["replay", "old", "--render", "best.mp4"],
+        ["export", "old", "--to", "any", "--out", "out"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_without_pyarrow_a_command_says_what_to_install_and_does_nothing(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "batches-000001.parquet").touch()
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys; sys.modules['pyarrow'] = None\n"
+        "from headrace.deploy.annexes.recording import exporting\n"
+        "exporting.TARGETS = {'any': exporting.ExportTarget('builtins:print', ())}\n"
+    )
+    before = sorted(tmp_path.rglob("*"))
+    command = [sys.executable, "-m", "headrace.deploy", *words]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    told = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
     assert told.returncode == ExitCode.CONFIG
     assert told.stderr.splitlines() == ["error: a recording needs pyarrow: pip install 'headrace[record]'"]
+    assert sorted(tmp_path.rglob("*")) == before
