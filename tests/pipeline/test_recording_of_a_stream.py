@@ -169,6 +169,30 @@ def test_a_full_disk_is_named_and_the_recording_goes_on_when_there_is_room(
     check(path, feeder)
 
 
+def test_old_files_are_removed_while_a_write_waits_for_room(
+    broker: BrokerThread, feeder: Feeder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording_loop, "RETRY_S", 0.05)
+    monkeypatch.setattr(recording_loop, "TEND_S", 0.05)
+    path, replace, remove = tmp_path / "recording", recording_folder.replace_private, recording_loop.remove_oldest
+    is_full, removals = threading.Event(), list[bool]()
+
+    def full(file: Path, content: bytes) -> None:
+        is_full.set()
+        if sum(removals) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(file, content)
+
+    def removing(*given: Any) -> None:
+        removals.append(is_full.is_set())
+        remove(*given)
+
+    monkeypatch.setattr(recording_folder, "replace_private", full)
+    monkeypatch.setattr(recording_loop, "remove_oldest", removing)
+    record(broker, path, feeder.all_settled)
+    check(path, feeder)
+
+
 @pytest.mark.parametrize("rule", ["wait", "drop"])
 def test_a_recording_on_a_disk_that_is_really_full_goes_on_when_there_is_room(
     start_broker: StartBroker,
@@ -214,9 +238,9 @@ def test_a_recording_on_a_disk_that_is_really_full_goes_on_when_there_is_room(
                 file.writelines(repeat(bytes(512)))
             monkeypatch.setattr(compaction, "MERGE_AGE_S", -1.0)
             is_full.set()
-        elif filler.exists() and all(problem in caplog.text for problem in problems):
-            if feeder.blocked if rule == "wait" else feeder.all_settled():
-                filler.unlink()
+        as_ruled = feeder.blocked if rule == "wait" else feeder.all_settled()
+        if as_ruled and filler.exists() and all(problem in caplog.text for problem in problems):
+            filler.unlink()
         held = broker.ask(lambda broker: broker.core.groups.by_name["record"].store.batches)
         return is_full.is_set() and not filler.exists() and feeder.all_settled() and not held
 
