@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
+LONG := $(VENV)/.long
 
 .DEFAULT_GOAL := help
 MINUTES ?= 10
@@ -42,7 +43,12 @@ check: $(READY) ## the tests that kill no processes and take no time (under two 
 test: $(READY) ## the tests that decide whether a change goes in; ANNEX=slurm: those of one annex
 	chosen=$(if $(ANNEX),$$($(BIN)/python .ci/annex_tests.py $(ANNEX))) && $(PYTEST) -m "not thorough" $(PYTEST_FLAGS) $$chosen
 
-test-long: $(READY) ## all tests, and one round of all benches
+# Libraries that read recordings, and those that recordings are exported to: without them their tests are skipped.
+$(LONG): $(READY)
+	@$(PIP) install -c constraints.txt -e ".[long]"
+	@touch $@
+
+test-long: $(LONG) ## all tests, and one round of all benches
 	$(PYTEST) $(PYTEST_FLAGS)
 	$(BIN)/python tests/bench/run.py --quick
 

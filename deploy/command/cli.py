@@ -129,6 +129,7 @@ def up(
     if asked.flags["broker.host"]:
         asked = _with_keys(asked)
     if record is not None:
+        part("check_pyarrow")()
         groups = {"record": "wait", **asked.settings.broker.consumer_groups}
         asked = asked.with_flags({"broker.consumer_groups": groups})
     if print_config:

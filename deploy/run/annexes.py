@@ -28,6 +28,7 @@ _PARTS: Mapping[str, str] = {
     "EpisodeVideo": "headrace.deploy.annexes.policies.episode_video",
     "audit_deeply": "headrace.deploy.annexes.chaos.deep_audit",
     "check_cluster": "headrace.deploy.annexes.ray.cluster",
+    "check_pyarrow": "headrace.deploy.annexes.recording",
     "check_start": "headrace.deploy.annexes.doctor.start_check",
     "export_recording": "headrace.deploy.annexes.recording.exporting",
     "repeat": "headrace.deploy.annexes.rerun.replay",

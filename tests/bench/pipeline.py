@@ -70,9 +70,11 @@ class Fleet:
         redis_url: str | None = None,
         keys: str = "",
         env: str = limits.ENV,
+        config: FleetConfig | None = None,
+        run_dir: Path | None = None,
     ) -> None:
-        config = fleet_config(width, module, keys, env)
-        broker, endpoints = processes.start_broker(config, redis_url)
+        config = config or fleet_config(width, module, keys, env)
+        broker, endpoints = processes.start_broker(config, redis_url, run_dir=run_dir)
         self.pids = {"broker": broker}
         recorders = Path(tempfile.mkdtemp(dir=processes.folder))  # those of another fleet have the same slots
         for slot in range(workers):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip instal
 
 import pyarrow.parquet as pq  # noqa: E402
 
+from headrace.deploy.annexes.recording import exporting  # noqa: E402
+from headrace.deploy.annexes.recording.episode_film import find_episode  # noqa: E402
+from headrace.deploy.annexes.recording.exporting import ExportTarget, export_recording  # noqa: E402
 from headrace.deploy.annexes.recording.recording_folder import METADATA, RecordingFolder, read_metadata  # noqa: E402
+from headrace.learner_stub import EpisodeStream  # noqa: E402
 from headrace.schemas.chunks.batch import ChunkBatch  # noqa: E402
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, UNSEEDED, ChunkEnd  # noqa: E402
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete  # noqa: E402
@@ -118,7 +123,7 @@ def test_a_field_says_the_shape_of_its_rows_and_a_file_its_schema_and_spaces(tmp
     assert schema.field("obs/arm").type == pa.list_(pa.float32(), 6)
     assert schema.field("obs/camera").type == pa.binary(192)
     told = json.loads(schema.metadata[METADATA])
-    assert (told["schema"], told["module"]) == (1, "default_policy")
+    assert (told["schema"], told["module"]) == (2, "default_policy")
     assert told["observation_space"] == SCENE.model_dump(mode="json")
 
 
@@ -188,14 +193,50 @@ def test_two_processes_do_not_record_to_one_folder(tmp_path: Path) -> None:
     RecordingFolder(tmp_path).close()
 
 
-def test_a_recording_of_another_schema_or_a_damaged_one_is_left_alone(tmp_path: Path) -> None:
-    table = pa.table({"slot": [1]}).replace_schema_metadata({METADATA: b'{"schema": 9}'})
-    pq.write_table(table, tmp_path / "batches-000001.parquet")
-    with pytest.raises(RunDirError, match="it has schema 9, and this Headrace knows 1; use the version that wrote it"):
-        RecordingFolder(tmp_path)
+@pytest.mark.parametrize(
+    ("schema", "told"), [(1, "it has schema 1"), (9, "it has schema 9"), (None, "it has no schema")]
+)
+def test_a_recording_of_another_layout_is_refused_by_all_that_open_it_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schema: int | None, told: str
+) -> None:
+    monkeypatch.setattr(exporting, "TARGETS", {"any": ExportTarget("builtins:print", ())})
+    path = written(tmp_path / "recording", make_batch(1, 3))
+    with EpisodeStream.of(path) as stream:
+        assert stream.next() is not None
+        position = stream.position()
+    for file in path.rglob("*.parquet"):
+        table = pq.read_table(file)
+        metadata = {} if schema is None else {METADATA: json.dumps({"schema": schema, "position": []})}
+        pq.write_table(table.replace_schema_metadata(metadata), file)
+    before = {file: file.read_bytes() for file in path.rglob("*.parquet")}
+    opened: list[Callable[[], object]] = [
+        lambda: RecordingFolder(path),
+        lambda: EpisodeStream.of(path),
+        lambda: EpisodeStream.of(path, position=position),
+        lambda: EpisodeStream.of(path, keep=lambda episode: True),
+        lambda: find_episode(str(path), "best"),
+        lambda: export_recording(str(path), "any", tmp_path / "out", module_id=None, fps=None),
+    ]
+    for entrance in opened:
+        with pytest.raises(RunDirError, match=f"{told}, and this Headrace reads schema 2; use the version that wrote"):
+            entrance()
+    assert {file: file.read_bytes() for file in path.rglob("*.parquet")} == before
+
+
+def test_a_damaged_recording_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "batches-000002.parquet").write_bytes(b"PAR1")
-    with pytest.raises(RunDirError, match=r"batches-000002.parquet cannot be read: .*; choose another --dir"):
-        RecordingFolder(tmp_path)
+    for entrance in (RecordingFolder, EpisodeStream.of):
+        with pytest.raises(RunDirError, match=r"batches-000002.parquet cannot be read: .*; choose another --dir"):
+            entrance(tmp_path)
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    """They look as what a kill leaves, but for their names."""
+    others = [tmp_path / name for name in ("trips-2024.parquet", ".part-0.parquet.crc")]
+    for other in others:
+        other.write_bytes(b"theirs")
+    written(tmp_path, make_batch(1, 3))
+    assert [other.read_bytes() for other in others] == [b"theirs"] * 2
 
 
 def _record(run_dir: Path, folder: Path, *words: str) -> subprocess.Popen[str]:
@@ -244,10 +285,28 @@ def test_headrace_up_records_each_step_that_is_committed_over_a_kill_of_its_reco
     assert [path.parent for path in folder.rglob("batches-*")] == [folder]
 
 
-def test_without_pyarrow_the_command_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['pyarrow'] = None")
-    command = [sys.executable, "-m", "headrace.deploy", "record", "runs/none", "--dir", str(tmp_path / "recording")]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    told = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["record", "runs/none", "--dir", "recording"],
+        ["up", "--env", "CartPole-v1", "--run-dir", "run", "--record", "recording"],
+        ["replay", "old", "--render", "best.mp4"],
+        ["export", "old", "--to", "any", "--out", "out"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_without_pyarrow_a_command_says_what_to_install_and_does_nothing(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "batches-000001.parquet").touch()
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys; sys.modules['pyarrow'] = None\n"
+        "from headrace.deploy.annexes.recording import exporting\n"
+        "exporting.TARGETS = {'any': exporting.ExportTarget('builtins:print', ())}\n"
+    )
+    before = sorted(tmp_path.rglob("*"))
+    command = [sys.executable, "-m", "headrace.deploy", *words]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    told = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
     assert told.returncode == ExitCode.CONFIG
     assert told.stderr.splitlines() == ["error: a recording needs pyarrow: pip install 'headrace[record]'"]
+    assert sorted(tmp_path.rglob("*")) == before

@@ -6,8 +6,9 @@ import errno
 import logging
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'he
 
 import pyarrow.parquet as pq
 
-from headrace.deploy.annexes.recording import recording_folder, recording_loop
+from headrace.deploy.annexes.recording import compaction, recording_folder, recording_loop
 from headrace.deploy.annexes.recording.recording_folder import RecordingFolder
 from headrace.deploy.annexes.recording.recording_loop import Recording
 from headrace.learner_stub import EpisodeStream
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import RunDirError
 from support.pipeline.delivery import BrokerThread, Envs, Feeder, StartBroker, StartFeeder, batches_of
 from support.waiting import TIMEOUT_S, wait_until
@@ -59,6 +61,7 @@ def record(
     until: Callable[[], bool] | None = None,
     *,
     prepare: Callable[[EpisodeStream], None] = lambda stream: None,
+    **options: Any,
 ) -> int:
     """Record until `until()`, or until it raises. Return the number of steps written."""
     with (
@@ -69,6 +72,7 @@ def record(
             position=folder.position,
             auto_commit=False,
             connect_timeout_s=TIMEOUT_S,
+            **options,
         ) as stream,
     ):
         prepare(stream)
@@ -165,15 +169,43 @@ def test_a_full_disk_is_named_and_the_recording_goes_on_when_there_is_room(
     check(path, feeder)
 
 
+def test_old_files_are_removed_while_a_write_waits_for_room(
+    broker: BrokerThread, feeder: Feeder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording_loop, "RETRY_S", 0.05)
+    monkeypatch.setattr(recording_loop, "TEND_S", 0.05)
+    path, replace, remove = tmp_path / "recording", recording_folder.replace_private, recording_loop.remove_oldest
+    is_full, removals = threading.Event(), list[bool]()
+
+    def full(file: Path, content: bytes) -> None:
+        is_full.set()
+        if sum(removals) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(file, content)
+
+    def removing(*given: Any) -> None:
+        removals.append(is_full.is_set())
+        remove(*given)
+
+    monkeypatch.setattr(recording_folder, "replace_private", full)
+    monkeypatch.setattr(recording_loop, "remove_oldest", removing)
+    record(broker, path, feeder.all_settled)
+    check(path, feeder)
+
+
+@pytest.mark.parametrize("rule", ["wait", "drop"])
 def test_a_recording_on_a_disk_that_is_really_full_goes_on_when_there_is_room(
-    broker: BrokerThread,
-    feeder: Feeder,
+    start_broker: StartBroker,
+    start_feeder: StartFeeder,
     stack: ExitStack,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    rule: str,
 ) -> None:
+    """Some files are written, and then there is no byte left, neither for a further one nor for their merge."""
     monkeypatch.setattr(recording_loop, "RETRY_S", 0.05)
+    monkeypatch.setattr(recording_loop, "TEND_S", 0.05)
     monkeypatch.setattr(recording_loop, "FLUSH_BATCHES", 5)
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -183,22 +215,42 @@ def test_a_recording_on_a_disk_that_is_really_full_goes_on_when_there_is_room(
     if mounted.returncode:
         pytest.skip(f"needs the right to mount: {mounted.stderr.decode().strip()}")
     stack.callback(subprocess.run, ["umount", "--lazy", disk], check=True)
-    said, path, filler = "the disk is full; free some space", disk / "recording", disk / "filler"
-    filler.write_bytes(b"0" * (460 << 10))  # there is room for some of the files
+    path, filler, is_full = disk / "recording", disk / "filler", threading.Event()
+
+    def batches() -> Iterator[ChunkBatch | None]:
+        envs = Envs(3)
+        yield from envs.fragments(10)
+        while not is_full.is_set():
+            yield None
+        yield from envs.fragments(60)
+
+    broker = start_broker(consumer_groups={"record": rule}, max_held_batches=8)
+    feeder = start_feeder(broker.endpoints.worker, batches())
+    train = stack.enter_context(EpisodeStream(broker.endpoints.learner, connect_timeout_s=TIMEOUT_S))
+    streams: list[EpisodeStream] = []
+    problems = f"recording {path}: the disk is full; free some space. ", "are not merged yet (No space left on device)"
 
     def is_done() -> bool:
-        if filler.exists() and said in caplog.text:
-            assert not feeder.all_settled()
+        while train.next(0.02) is not None:
+            train.commit()
+        if not is_full.is_set() and files_in(path) > 1 and not feeder.session.window():
+            with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+                file.writelines(repeat(bytes(512)))
+            monkeypatch.setattr(compaction, "MERGE_AGE_S", -1.0)
+            is_full.set()
+        as_ruled = feeder.blocked if rule == "wait" else feeder.all_settled()
+        if as_ruled and filler.exists() and all(problem in caplog.text for problem in problems):
             filler.unlink()
-        return feeder.all_settled()
+        held = broker.ask(lambda broker: broker.core.groups.by_name["record"].store.batches)
+        return is_full.is_set() and not filler.exists() and feeder.all_settled() and not held
 
-    with caplog.at_level(logging.ERROR):
-        record(broker, path, is_done)
-    words = [one.getMessage() for one in caplog.records]
-    assert len(words) == 1
-    assert words[0].startswith(f"recording {path}: {said}. ")
-    assert not list(path.glob(".*")), "a file that did not fit is left"
-    check(path, feeder)
+    record(broker, path, is_done, prepare=streams.append, window_batches=4)
+    assert [one.levelname for one in caplog.records].count("ERROR") == 1
+    assert not list(path.rglob(".*")), "a file that did not fit is left"
+    assert not list((path / "unmerged").iterdir())
+    seen, dropped = steps_in(path), sum(streams[0].dropped.values())
+    assert len(seen) == len(set(seen)) == sum(feeder.steps.values()) - dropped
+    assert bool(dropped) == (rule == "drop")
 
 
 @pytest.mark.parametrize(

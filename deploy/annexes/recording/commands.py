@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from headrace.deploy.annexes.recording import NEEDS_PYARROW
+from headrace.deploy.annexes.recording import check_pyarrow
 from headrace.deploy.annexes.recording.exporting import check_recording
 from headrace.deploy.command.option_table import command
 from headrace.deploy.run.options import Asked
@@ -47,8 +46,7 @@ def record(
     It reads as a consumer group, whose name in broker.consumer_groups says whether workers wait for it. Needs the extra
     record.
     """
-    if find_spec("pyarrow") is None:
-        raise ConfigError(NEEDS_PYARROW)
+    check_pyarrow()
     from headrace.deploy.annexes.recording.recording_folder import RecordingFolder
     from headrace.deploy.annexes.recording.recording_loop import Recording
     from headrace.learner_stub import EpisodeStream

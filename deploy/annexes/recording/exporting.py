@@ -12,7 +12,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.deploy.annexes.recording import NEEDS_PYARROW
+from headrace.deploy.annexes.recording import check_pyarrow
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.errors import ConfigError, RunDirError, writing
 
@@ -64,8 +64,7 @@ def export_recording(recording: str, to: str, out: Path | None, *, module_id: st
 
 def check_recording(recording: str) -> None:
     """Raise `RunDirError` for a folder without a complete file of a recording, and `ConfigError` without pyarrow."""
-    if find_spec("pyarrow") is None:
-        raise ConfigError(NEEDS_PYARROW)
+    check_pyarrow()
     if not any(Path(recording).glob("**/batches-*.parquet")):
         raise RunDirError("", "", sentence=f"{recording} is no recording: it has no file batches-N.parquet")
 

@@ -25,10 +25,8 @@ def write(episodes: Iterable[EpisodeChunk], spaces: Spaces, folder: Path) -> Non
     told = {name: datasets.Value(dtype) for name, dtype in {**_OF_STEP, **_OF_EPISODE}.items()}
     for root, space in ((_OBS, spaces.observation), (_FINAL, spaces.observation), (_ACTION, spaces.action)):
         told |= {name: _feature(name, leaf) for name, leaf in leaves(space, root)}
-    options = {
-        "fingerprint": "headrace",
-        "cache_dir": str(folder.with_name(".cache")),
-    }  # the cache goes with its folder
+    # The cache goes with its folder.
+    options = {"fingerprint": "headrace", "cache_dir": str(folder.with_name(".cache"))}
     datasets.disable_progress_bars()
     try:
         dataset = datasets.Dataset.from_generator(

@@ -65,15 +65,8 @@ def _buffers(episodes: Iterable[EpisodeChunk], told: list[Mapping[str, Any]]) ->
     for episode in episodes:
         last = np.arange(len(episode)) == len(episode) - 1
         task = {} if episode.task is None else {"task": orjson.dumps(episode.task.values).decode()}
-        told.append(
-            {
-                "episode_id": episode.episode_id,
-                "agent": episode.agent_id,
-                "slot": episode.slot,
-                "env_index": episode.env_index,
-                **task,
-            }
-        )
+        place = {"slot": episode.slot, "env_index": episode.env_index}
+        told.append({"episode_id": episode.episode_id, "agent": episode.agent_id, **place, **task})
         yield EpisodeBuffer(
             seed=episode.seed,
             observations=episode.obs,

@@ -22,7 +22,7 @@ try:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from headrace.deploy.annexes.recording.recording_folder import batches_before, beside, read_complete
+    from headrace.deploy.annexes.recording.recording_folder import batches_before, beside, read_complete, read_metadata
     from headrace.deploy.annexes.recording.row_reader import batches_in, episode_table, spaces_in
 except ImportError as error:
     raise ConfigError(NEEDS_PYARROW) from error
@@ -78,6 +78,7 @@ class RecordedStream:
         """Batches that were read and not handed out, each with the position after it."""
         self._place: dict[str, Any] = {"group": self.group, "batches": 0}
         self._at_end = False
+        read_complete(self.path, lambda files: files and read_metadata(files[max(files)]))  # it checks the schema
         self._chosen = self._choose(keep) if keep is not None else None
         if position:
             self._seek(position)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -24,13 +25,15 @@ from headrace.schemas.basics.run_files import replace_private, sync_folder
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import RunDirError
 
-SCHEMA = 1
-"""Version of names, types and meanings of columns and metadata."""
+SCHEMA = 2
+"""Version of folders, and of names, types and meanings of columns and metadata. Any change of these raises it."""
 METADATA = b"headrace"
 """Key of a file's metadata, which is JSON."""
 NEW = "unmerged"
 """Folder of the numbers that are not merged yet. The newest merged number holds all up to its own."""
 
+_KINDS = ("batches", "chunks", "steps")
+_DIGITS = "[0-9]" * 6
 _OF_FLOATS = ("FLOAT", "DOUBLE")
 _Made = TypeVar("_Made")
 
@@ -77,10 +80,10 @@ class RecordingFolder:
     def _remove_incomplete(self) -> None:
         """Remove what no complete number has. A number that only its merge left incomplete is merged again."""
         complete = numbered(self.path, "batches")
-        for folder in (self.path, self.path / NEW):
-            for path in folder.glob(".*.parquet.*"):
+        for folder, kind in product((self.path, self.path / NEW), _KINDS):
+            for path in folder.glob(f".{kind}-{_DIGITS}*.parquet.*"):
                 path.unlink()
-            for path in folder.glob("*-*.parquet"):
+            for path in folder.glob(f"{kind}-{_DIGITS}*.parquet"):
                 newest = complete.get(file_number(path))
                 if newest is None or (newest.parent != folder and folder != self.path):
                     path.unlink()
@@ -172,12 +175,13 @@ def _unreadable(path: Path, error: Exception) -> RunDirError:
 def metadata_in(schema: pa.Schema, path: Path) -> dict[str, Any]:
     """Return what the schema of a file of a recording says of the file. Raises `RunDirError`."""
     try:
-        told: dict[str, Any] = orjson.loads((schema.metadata or {})[METADATA])
-    except (KeyError, ValueError) as error:
+        told: dict[str, Any] = orjson.loads((schema.metadata or {}).get(METADATA, b"{}"))
+    except ValueError as error:
         raise _unreadable(path, error) from error
     if told.get("schema") != SCHEMA:
-        known = f"it has schema {told.get('schema')!r:.20}, and this Headrace knows {SCHEMA}"
-        raise RunDirError("", "", sentence=f"recording {path} cannot be read: {known}; use the version that wrote it")
+        seen = f"schema {told['schema']!r:.20}" if "schema" in told else "no schema"
+        known = f"it has {seen}, and this Headrace reads schema {SCHEMA}; use the version that wrote it"
+        raise RunDirError("", "", sentence=f"recording {path} cannot be read: {known}")
     return told
 
 

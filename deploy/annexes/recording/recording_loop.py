@@ -136,6 +136,7 @@ class Recording:
                 say_at = retry_at + SAY_S
             while time.monotonic() < retry_at and not stopping.is_set():
                 self._stream.pump(_TURN_S)
+                self._tend_in_background()  # it may make room
 
     def _problem(self, error: OSError) -> RunDirError:
         if error.errno in NO_ROOM:
