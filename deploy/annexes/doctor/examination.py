@@ -24,7 +24,7 @@ from headrace.deploy.run.redis_server import check_url, find_server
 from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torch_threads
 from headrace.schemas.credentials.keys import ENV_HOST, TOKEN_FILE
 from headrace.schemas.credentials.tokens import read_token
-from headrace.schemas.errors import HeadraceError, KeysError, RunDirError
+from headrace.schemas.errors import HeadraceError, KeysError, RunDirError, is_there
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 from headrace.schemas.settings.redis_url import without_password
 
@@ -108,8 +108,11 @@ def _without_keys(config: FleetConfig) -> Check:
 
 def _disk(run_dir: Path) -> Check:
     place = run_dir.absolute()
-    while not place.exists():
-        place = place.parent
+    try:
+        while not is_there(place):
+            place = place.parent
+    except RunDirError as error:
+        return Check("run directory", Verdict.FAIL, str(error))
     if not place.is_dir() or not os.access(place, os.W_OK):
         return Check("run directory", Verdict.FAIL, f"{place} is not writable", "choose another with --run-dir")
     free = shutil.disk_usage(place).free
