@@ -15,6 +15,7 @@ from headrace.schemas.basics.bounds import EpochOrNone
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.credentials.tokens import digest_of, same_token
+from headrace.schemas.errors import is_there
 from headrace.schemas.messages import Fenced, Reject, Tasks, TasksAck, TeacherHello
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class TaskBoard(BrokerObserver):
         self._core, self._path, self._reports = core, path, reports
         self._warnings = CountedWarnings(log)
         self._knows_redis, self._compare_at = False, 0.0
-        kept = _parsed(read_regular(path) if path.is_file() else b"", path.name)
+        kept = _parsed(read_regular(path) if is_there(path) else b"", path.name)
         self._take(kept, kept.model_dump_json())
         self.tick(0.0)
         core.handlers |= {TeacherHello: self._on_hello, Tasks: self._on_tasks}

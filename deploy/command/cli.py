@@ -28,7 +28,7 @@ from headrace.deploy.run.options import Asked, as_toml, chosen_run, named_fleet,
 from headrace.deploy.run.run_dir import KEYS_FOLDER, new_run_dir
 from headrace.deploy.run.several_brokers import whole_run_dir
 from headrace.deploy.terminal.logs import wants_tracebacks
-from headrace.deploy.terminal.std_streams import ignore_closed_reader, open_std_streams, say
+from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
 from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, machine_error
 
@@ -53,7 +53,6 @@ for _module, _word in COMMANDS.items():
 
 def main() -> None:
     """Run the command line: the entry point of the console script and of `python -m headrace.deploy`."""
-    open_std_streams()
     exit_record_at = exit_record_path()
     service_manager()
     if str(Path.cwd()) not in sys.path and "" not in sys.path:

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from headrace.deploy.terminal.std_streams import open_std_streams
+
 UNHEALTHY = 21
 """Exit code FINDINGS of `schemas.errors.ExitCode`, which takes longer to import than the whole probe."""
 
@@ -44,6 +46,7 @@ def main() -> None:
     and this process.
     """
     signal.signal(signal.SIGINT, _on_interrupt)
+    open_std_streams()  # an import may leave a file open, which would get the number of a closed stream
     if sys.argv[1:2] == ["health"]:
         _answer_plain_probe(sys.argv[2:])
     status: object = 0

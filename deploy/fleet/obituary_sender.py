@@ -30,7 +30,7 @@ from headrace.schemas.accounts.ledger import Discard, Drop, LedgerRow, Settled, 
 from headrace.schemas.accounts.recorder import Reading, is_unborn, read_recorder
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.credentials.keys import ClientKeys
-from headrace.schemas.errors import DecodeError, ExitCode, KeysRefusedError
+from headrace.schemas.errors import DecodeError, ExitCode, KeysRefusedError, is_there
 from headrace.schemas.frames.wire import decode_header
 from headrace.schemas.messages import Ack, Obituary, Reject, SupervisorHello, messages_to, read
 from headrace.schemas.peers import sockets
@@ -216,7 +216,7 @@ class ObituarySender:
             has_end = row is not None and (row.end_taken or row.accepted == (0, 0))
             path = recorder_path(self._recorders, *life)
             has_stepped = bool(settled.get(life, Settled()).seq or (row is not None and row.totals.stepped))
-            is_kept = path.exists() and not (has_stepped and is_unborn(path))
+            is_kept = is_there(path) and not (has_stepped and is_unborn(path))
             if (is_over and has_end) or life[0] not in slots or is_kept:
                 continue
             log.warning("the recorder of worker %d incarnation %d is lost: Redis knows the following", *life)

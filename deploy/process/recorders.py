@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.recorder import Reading, read_recorder
-from headrace.schemas.errors import RunDirError, removed_error
+from headrace.schemas.errors import RunDirError, is_there, removed_error
 
 _NAME = re.compile(r"worker-(\d{1,9})-([1-9]\d{0,8})\.rec")
 
@@ -34,7 +34,7 @@ def recorders_in(folder: Path) -> Iterator[tuple[Life, Path]]:
         raise RunDirError(str(folder), f"it cannot be read ({error.strerror})") from error
     for path in paths:
         match = _NAME.fullmatch(path.name)
-        if match is not None and path.is_file():
+        if match is not None and is_there(path):
             yield (int(match[1]), int(match[2])), path
 
 

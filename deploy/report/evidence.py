@@ -27,7 +27,7 @@ from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.accounts.recorder import Reading, is_unborn, read_recorder
 from headrace.schemas.basics.run_files import read_regular
-from headrace.schemas.errors import CheckpointError, RunDirError
+from headrace.schemas.errors import CheckpointError, RunDirError, is_there
 from headrace.schemas.messages import SourcePosition
 
 _POSITION = TypeAdapter(list[SourcePosition])
@@ -57,7 +57,7 @@ class Evidence:
 def read_evidence(run_dir: Path, fleet_id: str) -> Evidence:
     """Read the files that exist. A checkpoint of another kind, or of another fleet, has no position."""
     readings, living, unreadable = {}, set(), []
-    for life, path in recorders_in(run_dir / "recorders") if (run_dir / "recorders").is_dir() else ():
+    for life, path in recorders_in(run_dir / "recorders") if is_there(run_dir / "recorders") else ():
         reading = read_recorder(path)
         if reading is not None:
             if is_written_to(path, reading.pid):
@@ -103,7 +103,7 @@ def _damage(witness: LifetimeFile, lifetime: Lifetime, run_dir: Path, *, needs_w
             f"lifetime.json is damaged ({lifetime.damage:.300}), so it cannot show which ended lives the ledger lacks; "
             f"{check}, then delete it while the fleet is stopped: the next broker begins another from books.json"
         )
-    if witness.set_aside.exists():
+    if is_there(witness.set_aside):
         yield (
             f"a broker found lifetime.json damaged and kept it as {witness.set_aside}; nothing else shows which lives "
             f"that had ended before the ledger lacks; {check}, then delete that file"

@@ -82,7 +82,8 @@ def read_fleet_file(path: Path) -> FleetFile:
     try:
         return FleetFile.model_validate_json(read_regular(path))
     except OSError as error:
-        why = f"it has no {path.name} to read ({error.strerror})" if path.parent.is_dir() else "there is no such folder"
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError) and not path.parent.is_dir()
+        why = "there is no such folder" if missing else f"it has no {path.name} to read ({error.strerror})"
         raise RunDirError(str(path.parent), why) from error
     except ValidationError as error:
         raise RunDirError(str(path.parent), f"its {path.name} is damaged ({error.errors()[0]['msg']})") from error

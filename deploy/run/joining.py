@@ -18,7 +18,7 @@ from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.schemas.basics.bounds import HIGHEST_PORT
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.credentials.keys import BROKER, ENV_HOST, ClientKeys, check_fingerprint, client_keys, expected_key
-from headrace.schemas.errors import ConfigError, RefusedError, RunDirError, no_fleet_error
+from headrace.schemas.errors import ConfigError, RefusedError, RunDirError, is_there, no_fleet_error
 from headrace.schemas.peers.fleet_address import AddressSource, RunDirAddresses, await_address
 from headrace.schemas.peers.rendezvous import Published, Rendezvous
 from headrace.schemas.peers.socket_folder import check_socket, is_socket
@@ -108,7 +108,7 @@ def in_run(asked: Asked, run_dir: str | Path, share: FleetConfig | None = None) 
     the user asks for. Raises `ConfigError`.
     """
     own = Path(run_dir) / "config.json"
-    if asked.config is None and own.exists():
+    if asked.config is None and is_there(own):
         asked, share = replace(asked, config=own) if asked.allow is None else with_found(asked, own), None
     config = share or asked.settings
     return config.replaced({"fleet.run_dir": str(run_dir)}), asked.origin
@@ -178,7 +178,7 @@ def _await_run(config: FleetConfig, role: str, *, may_be_new: bool = False) -> b
     `RunDirError` if the run does not start within `worker.connect_timeout_s`.
     """
     run_dir = Path(config.fleet.run_dir)
-    is_new = not (run_dir / "fleet.json").exists()
+    is_new = not is_there(run_dir / "fleet.json")
     if is_new and not may_be_new:
         return True
     source = RunDirAddresses(run_dir, running=True)

@@ -29,7 +29,7 @@ from headrace.schemas.credentials.keys import (
     server_of,
 )
 from headrace.schemas.credentials.known_keys import by_public
-from headrace.schemas.errors import KeysError
+from headrace.schemas.errors import KeysError, is_there
 
 
 def make_keys(folder: Path, *, force: bool = False) -> None:
@@ -64,7 +64,7 @@ def add_key(folder: Path, role: str, group: str) -> PeerKey:
     _check_curve(folder)
     name = _checked_name(folder, role, group)
     server = folder / f"{server_of(role)}.public"
-    if not server.exists():
+    if not is_there(server):
         raise KeysError(str(server), f"there is no such file; headrace keys init --dir {folder} makes the first keys")
     for half in ("secret", "public"):
         if (path := folder / f"{name}.{half}").exists():
@@ -81,7 +81,7 @@ def revoke_key(folder: Path, role: str, group: str) -> tuple[PeerKey, Path]:
     """
     name = _checked_name(folder, role, group)
     path = folder / f"{name}.public"
-    if not path.exists():
+    if not is_there(path):
         raise KeysError(str(path), _why_not_there(folder, name, role))
     key = read_public_key(path)
     revoked = folder / f"{name}.{key.fingerprint}.revoked"
@@ -135,7 +135,7 @@ def listed_keys(folder: Path) -> list[dict[str, str]]:
 
 def wrong_files(folder: Path) -> list[KeysError]:
     """Return an error for each key file that cannot be used. Raises `KeysError` without a folder."""
-    if not folder.is_dir():
+    if not (is_there(folder) and folder.is_dir()):
         raise KeysError(str(folder), f"there is no such folder; headrace keys init --dir {folder}")
     checks: dict[str, Callable[[Path], object]] = {
         ".public": read_public_key,

@@ -36,10 +36,12 @@ def config_file(path: Path | None) -> Path | None:
     A pipe, such as `/dev/stdin`, is read here. Raises `ConfigError` when there is neither, or the pipe does not end.
     """
     try:
-        if path is None or (path.exists() and not path.is_dir()):
+        if path is None or (path.stat() and not path.is_dir()):
             if path is not None and not path.is_file():
                 take_stream(path)
             return path
+    except (FileNotFoundError, NotADirectoryError):
+        pass
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", key="--config") from error
     if path.name in recipes() and path == Path(path.name):

@@ -20,7 +20,7 @@ from headrace.deploy.run.checkpoint_facts import NEWEST_FILE, counts_of
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.run_dir import RUNS, RunDir
 from headrace.schemas.basics.run_files import read_regular, regular
-from headrace.schemas.errors import RunDirError
+from headrace.schemas.errors import RunDirError, is_there
 from headrace.schemas.frames.safetensors import LONGEST_HEADER
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import by_key, known_keys
@@ -70,10 +70,10 @@ class EarlierRun:
 
         Raises `RunDirError` when its files are damaged.
         """
-        if not run_dir.fleet_json.exists():
+        if not is_there(run_dir.fleet_json):
             return None
         page = read_fleet_file(run_dir.fleet_json)
-        if not page.env_steps and not (run_dir.path / NEWEST_FILE).exists():
+        if not page.env_steps and not is_there(run_dir.path / NEWEST_FILE):
             return None
         return EarlierRun(run_dir, page, _read_settings(run_dir))
 
@@ -102,7 +102,7 @@ class EarlierRun:
         checkpoint = self.run_dir.path / NEWEST_FILE
         facts = read_facts(checkpoint)
         policy = f"{checkpoint.name}: {facts or 'see logs/learner.log'}"
-        if not checkpoint.exists():
+        if not is_there(checkpoint):
             policy = f"no {checkpoint.name}: the learner starts from the beginning"
         best = self.page.best_return
         returns = "no mean return of 100 episodes yet" if best is None else f"best mean return {best:.4g}"
@@ -117,7 +117,7 @@ class EarlierRun:
 def existing_run(run: Path) -> Path:
     """Return the directory of the run that `--resume` names: a path, or a name in `runs/`. Raises `RunDirError`."""
     for path in (run, RUNS / run):
-        if (path / "settings.json").exists():
+        if is_there(path / "settings.json"):
             return path
     missing = "no settings.json in it" if run.is_dir() or (RUNS / run).is_dir() else "no such folder"
     raise RunDirError(str(run), f"there is {missing}, so no run to go on with", "name another run with --resume")
@@ -151,7 +151,7 @@ def read_facts(checkpoint: Path) -> str | None:
 
 
 def _read_settings(run_dir: RunDir) -> Mapping[str, Any]:
-    if not run_dir.settings_json.exists():
+    if not is_there(run_dir.settings_json):
         return {}
     try:
         found = orjson.loads(read_regular(run_dir.settings_json))

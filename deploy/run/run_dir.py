@@ -39,7 +39,7 @@ from types import TracebackType
 
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.schemas.basics.run_files import open_own, replace_private
-from headrace.schemas.errors import ExitCode, RunDirError, writing
+from headrace.schemas.errors import ExitCode, RunDirError, is_there, writing
 
 RUNS = Path("runs")
 """Folder for runs that are given no directory."""
@@ -95,7 +95,7 @@ class RunDir:
         self.logs = self.path / "logs"
         self.recorders = self.path / "recorders"
         self._lock: int | None = None
-        self._is_new = not self.path.exists()
+        self._is_new = not is_there(self.path)
 
     def __enter__(self) -> RunDir:
         with writing(self.path):
@@ -130,7 +130,7 @@ class RunDir:
 
     def remove_unless_used(self) -> None:
         """Remove the directory if this object has made it and nothing has started in it."""
-        if self._is_new and not self.settings_json.exists():
+        if self._is_new and not is_there(self.settings_json):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def __exit__(

@@ -31,6 +31,7 @@ from headrace.schemas.errors import (
     HeadraceError,
     ModuleError,
     RunDirError,
+    is_there,
 )
 from headrace.schemas.frames.wire import decode
 from headrace.schemas.messages.weights import read_weights, split_modules
@@ -164,16 +165,16 @@ def find_policy(where: str, fleet_id: str, which: Which = "newest") -> SavedPoli
     if which not in _FILES:
         raise ConfigError(f"should be one of {', '.join(_FILES)}, got {which!r:.80}", key="which")
     where = _address(where)
-    in_dir = "://" not in where and Path(where).is_dir()
+    in_dir = "://" not in where and is_there(Path(where)) and Path(where).is_dir()
     path = Path(where) / _FILES[which] if in_dir else Path(where)
     if which == "best" and not in_dir:
         raise CheckpointError(without_password(where), "only a run directory has a best checkpoint", _ADVICE)
-    if which == "best" and not path.exists():
+    if which == "best" and not is_there(path):
         reason = "there is none yet: it is kept from the first evaluation on, or from 100 episodes on"
         raise CheckpointError(str(path), reason, "train longer, or take the newest")
     if "://" in where:
         found = _of_redis(where, fleet_id)
-    elif not in_dir or which == "best" or path.exists() or path.with_name(f"{path.name}.previous").exists():
+    elif not in_dir or which == "best" or is_there(path) or is_there(path.with_name(f"{path.name}.previous")):
         found = _of_file(path)
     else:
         found = _of_run_dir(Path(where))
@@ -190,8 +191,8 @@ def _config_beside(where: str) -> Path | None:
     if "://" in _address(where):
         return None
     path = Path(where)
-    config = (path if path.is_dir() else path.parent) / "config.json"
-    return config if config.exists() else None
+    config = (path if is_there(path) and path.is_dir() else path.parent) / "config.json"
+    return config if is_there(config) else None
 
 
 def _check_policies(policy: SavedPolicy, config: FleetConfig) -> None:
@@ -236,7 +237,7 @@ def _of_file(path: Path) -> SavedPolicy:
 
 def _of_run_dir(folder: Path) -> SavedPolicy:
     path = folder / NEWEST_FILE
-    if not (folder / "fleet.json").exists():
+    if not is_there(folder / "fleet.json"):
         raise CheckpointError(str(path), "there is none, and there is no fleet.json", _ADVICE)
     fleet = read_fleet_file(folder / "fleet.json")
     if not fleet.redis_url:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_WEIGHTS_SEQ
 from headrace.schemas.basics.run_files import opener, read_regular, sync_folder
-from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, reading, write_error, writing
+from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, is_there, reading, write_error, writing
 from headrace.schemas.frames.manifest import Buffer
 from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
 from headrace.schemas.messages.weights import CONNECTORS, join_modules, split_modules
@@ -96,7 +96,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) 
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         _write(fresh, parts)
-        if path.exists():
+        with suppress(FileNotFoundError):
             keep_as_previous(path)
         fresh.replace(path)
         sync_folder(path.parent)
@@ -154,14 +154,14 @@ def load_checkpoint(path: Path) -> Checkpoint | None:
     `RunDirError` where the disk does not give the file, which may be whole.
     """
     previous = previous_path(path)
-    if not path.exists():
+    if not is_there(path):
         # The learner was killed between the two moves of a save, on a file system without links: the previous one is
         # whole, and no newer one was ever in use.
-        return _read(previous) if previous.exists() else None
+        return _read(previous) if is_there(previous) else None
     try:
         return _read(path)
     except CheckpointError as error:
-        if not previous.exists():
+        if not is_there(previous):
             raise
         log.warning("%s; going on from %s, one update older", error, previous)
         return _read(previous)

@@ -64,6 +64,7 @@ from headrace.schemas.errors.fleet import (
     RunDirError as RunDirError,
     UnreachableError as UnreachableError,
     WindowStalledError as WindowStalledError,
+    is_there as is_there,
     machine_error as machine_error,
     reading as reading,
     disk_full_error as disk_full_error,

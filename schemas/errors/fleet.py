@@ -171,6 +171,22 @@ def _lacks_memory(said: str) -> bool:
     return "failed to map segment from shared object" in said or "cannot allocate memory" in said.lower()
 
 
+def is_there(path: Path) -> bool:
+    """Return whether there is a file or folder at `path`. Raises `RunDirError` where that cannot be seen.
+
+    `Path.exists` raises `OSError` there, and from Python 3.14 on it answers no.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        reason = error.strerror or str(error)
+        sentence = f"{path} cannot be read: {reason}; {_REMEDIES.get(error.errno or 0, 'repair that, or name another')}"
+        raise RunDirError(str(path), reason, sentence=sentence) from error
+    return True
+
+
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
     """Turn the machine's `OSError` within the block into the `write_error` of `what` at `path`: the file may be whole.

@@ -306,13 +306,36 @@ def test_a_broker_chooses_ports_outside_the_ephemeral_range(tmp_path: Path) -> N
     assert all(not low <= int(endpoint.rpartition(":")[2]) <= high for endpoint in endpoints.values()), endpoints
 
 
+_LEAVES_A_FILE_OPEN = """
+import os, sys
+class Finder:
+    def find_spec(name, *_):
+        if name == "orjson":  # as ctypes does with a new libffi
+            os.open(os.__file__, os.O_RDONLY)
+sys.meta_path.insert(0, Finder)
+from headrace.deploy.command.entry import main
+main()
+"""
+
+
 @pytest.mark.parametrize("closed", [0, 1, 2])
 def test_a_command_runs_with_a_closed_standard_stream(closed: int) -> None:
     shell = f'exec "$@" {closed}{"<" if closed == 0 else ">"}&-'
-    arguments = ["sh", "-c", shell, "sh", *command("up", "--print-config")]
+    arguments = ["sh", "-c", shell, "sh", sys.executable, "-c", _LEAVES_A_FILE_OPEN, "up", "--print-config"]
     result = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert result.returncode == 0, result.stderr
     assert ("num_envs" in result.stdout) == (closed != 1)
+
+
+UNREADABLE = "up --resume loop, up --run-dir loop/run, worker --run-dir loop/run, evaluate loop, keys list --dir loop"
+
+
+@pytest.mark.parametrize("line", [*UNREADABLE.split(", "), "up --config loop/fleet.toml"])
+def test_a_path_that_cannot_be_read_is_not_said_to_be_missing(line: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    result = headrace(*line.split(), cwd=tmp_path)
+    code = ExitCode.CONFIG if "--config" in line else ExitCode.RUN_DIR
+    assert_one_sentence(result, code, "cannot be read: Too many levels of symbolic links")
 
 
 def test_a_command_runs_with_an_ascii_terminal_and_without_a_home(tmp_path: Path) -> None:

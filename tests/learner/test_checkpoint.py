@@ -171,6 +171,12 @@ def test_a_kill_between_the_two_moves_of_a_save_leaves_the_previous_checkpoint(p
     _assert_equal(load_checkpoint(path), _checkpoint(updates=1))
 
 
+def test_a_checkpoint_whose_folder_cannot_be_read_does_not_count_as_missing(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(RunDirError, match="cannot be read: Too many levels of symbolic links"):
+        load_checkpoint(tmp_path / "loop" / "learner.checkpoint")
+
+
 def test_a_torn_checkpoint_without_a_previous_one_is_an_error(path: Path) -> None:
     path.write_bytes(b"\1")
     with pytest.raises(CheckpointError, match="move it away to train from the start"):

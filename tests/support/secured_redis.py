@@ -20,10 +20,11 @@ class Certificates:
         self.folder = folder
         folder.mkdir()
         for authority in ("ca", "stranger-ca"):
-            _openssl("req", "-x509", *_KEY, *self._out(authority), "-subj", f"/CN={authority}", "-days", "1")
+            named = ("-subj", f"/CN={authority}", "-days", "1", "-addext", "keyUsage=critical,keyCertSign")
+            _openssl("req", "-x509", *_KEY, *self._out(authority), *named)
         self._issue("server", "ca", 1)
         self._issue("client", "ca", 1)
-        self._issue("expired", "ca", -1)
+        self._issue("expired", "ca", 0)  # OpenSSL takes no negative number from 3.6 on
         self._issue("stranger", "stranger-ca", 1)
 
     def path(self, name: str, suffix: str = "pem") -> str:
@@ -43,7 +44,8 @@ class Certificates:
 
     def _issue(self, name: str, authority: str, days: int) -> None:
         request, extension = self.path(name, "csr"), self.folder / "extension"
-        extension.write_text("subjectAltName=IP:127.0.0.1\n")
+        # Python checks by X509_STRICT from 3.13 on, which asks for a key identifier, and for the usage above.
+        extension.write_text("subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n")
         _openssl("req", "-new", *_KEY, "-keyout", self.path(name, "key"), "-out", request, "-subj", f"/CN={name}")
         signed = ("-CA", self.path(authority), "-CAkey", self.path(authority, "key"), "-CAcreateserial")
         what = ("-days", str(days), "-extfile", str(extension), "-out", self.path(name))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium as gym
@@ -253,10 +255,29 @@ class Draws(Counting):
         return super().step(action)
 
 
-@pytest.mark.parametrize("env", [Draws, vector_of(Draws, "async", AutoresetMode.DISABLED)], ids=["mode", "own"])
+@pytest.fixture
+def fork_server() -> Iterator[Any]:
+    """The fork server of multiprocessing with modules loaded, as it has those of the main program since Python 3.14."""
+    server = multiprocessing.forkserver._forkserver
+    server._stop()
+    server.set_forkserver_preload(["torch"])
+    yield multiprocessing.get_context("forkserver")
+    server._stop()
+    server.set_forkserver_preload(["__main__"])
+
+
+@pytest.mark.parametrize("kind", ["fork", "forkserver", "own"])
 @pytest.mark.filterwarnings("ignore:.*(ERROR|Traceback):UserWarning")
-def test_envs_in_forked_processes_share_no_numbers_of_global_generators(env: Any) -> None:
-    settings = {"gym_env_vectorize_mode": "async"} if env is Draws else {}
+def test_envs_in_forked_processes_share_no_numbers_of_global_generators(
+    kind: str, fork_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env: Any = Draws
+    settings = {"gym_env_vectorize_mode": "async"}
+    if kind == "own":
+        env, settings = vector_of(Draws, "async", AutoresetMode.DISABLED, context="fork"), {}
+    else:
+        context = fork_server if kind == "forkserver" else multiprocessing.get_context("fork")
+        monkeypatch.setattr(multiprocessing, "get_context", lambda name=None: context)
     with runner(env, num_envs=3, **settings) as sampler:
         chunks = sampler.sample(num_timesteps=30)
         assert sampler.totals.env_rebuilds == 1

@@ -24,7 +24,7 @@ from headrace.deploy.run.redis_server import check_url, find_server
 from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torch_threads
 from headrace.schemas.credentials.keys import BROKER, ENV_HOST, TOKEN_FILE, read_broker_keys, read_client_keys
 from headrace.schemas.credentials.tokens import read_token
-from headrace.schemas.errors import HeadraceError, KeysError, RunDirError
+from headrace.schemas.errors import HeadraceError, KeysError, RunDirError, is_there
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 from headrace.schemas.settings.redis_url import without_password
 
@@ -100,7 +100,7 @@ def key_checks(config: FleetConfig) -> Iterator[Check]:
 
 def sound_roles(folder: Path) -> list[str]:
     """Return the roles that this machine can take with the keys in `folder`. Raises `KeysError` for an unsound key."""
-    if not folder.is_dir():
+    if not (is_there(folder) and folder.is_dir()):
         raise KeysError(str(folder), f"there is no such folder; headrace keys init --dir {folder}")
     names = sorted(path.stem for path in folder.glob("*.secret"))
     if not names:
@@ -125,8 +125,11 @@ def _without_keys(config: FleetConfig) -> Check:
 
 def _disk(run_dir: Path) -> Check:
     place = run_dir.absolute()
-    while not place.exists():
-        place = place.parent
+    try:
+        while not is_there(place):
+            place = place.parent
+    except RunDirError as error:
+        return Check("run directory", Verdict.FAIL, str(error))
     if not place.is_dir() or not os.access(place, os.W_OK):
         return Check("run directory", Verdict.FAIL, f"{place} is not writable", "choose another with --run-dir")
     free = shutil.disk_usage(place).free

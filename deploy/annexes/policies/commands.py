@@ -28,6 +28,7 @@ from headrace.schemas.errors import (
     ExitCode,
     ModuleError,
     RunDirError,
+    is_there,
 )
 
 if TYPE_CHECKING:  # torch takes a second or two
@@ -188,7 +189,7 @@ def _watch(asked: Asked, run: str, *, num_envs: int | None, seed: int | None) ->
 
     os.nice(_NICENESS)
     run_dir = Path(run)
-    if not run_dir.is_dir():
+    if not (is_there(run_dir) and run_dir.is_dir()):
         raise RunDirError(run, "there is no such folder; --watch needs the run directory of a fleet")
     asked = settings_for(run, asked)
     resolved = asked.settings

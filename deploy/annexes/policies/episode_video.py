@@ -14,7 +14,7 @@ from typing import IO, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import ConfigError, EnvError
+from headrace.schemas.errors import ConfigError, EnvError, is_there
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, find_creator
 
@@ -35,7 +35,7 @@ class EpisodeVideo:
         self._ffmpeg = _find_ffmpeg()
         if path.suffix != ".mp4":
             raise ConfigError(f"{str(path)!r} should end with .mp4", key=_KEY)
-        if not path.absolute().parent.is_dir():
+        if not (is_there(folder := path.absolute().parent) and folder.is_dir()):
             raise ConfigError(f"{str(path)!r} is in a folder that does not exist", key=_KEY)
         self.path = path
         self.frames = 0

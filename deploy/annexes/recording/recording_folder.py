@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from headrace.deploy.annexes.recording.row_tables import batch_table, file_tables, files_of
 from headrace.schemas.basics.run_files import replace_private, sync_folder
 from headrace.schemas.chunks.batch import ChunkBatch
-from headrace.schemas.errors import RunDirError
+from headrace.schemas.errors import RunDirError, is_there
 
 SCHEMA = 2
 """Version of folders, and of names, types and meanings of columns and metadata. Any change of these raises it."""
@@ -143,7 +143,7 @@ def read_complete(folder: Path, read: Callable[[Mapping[int, Path]], _Made]) -> 
         try:
             return read(files)
         except (FileNotFoundError, RunDirError):
-            if all(path.exists() for path in files.values()):
+            if all(is_there(path) for path in files.values()):
                 raise
 
 

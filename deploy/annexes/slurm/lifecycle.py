@@ -20,7 +20,7 @@ from headrace.deploy.run.resume import EarlierRun
 from headrace.deploy.run.run_dir import RunDir, new_run_dir
 from headrace.deploy.run.seal import write_sealed
 from headrace.schemas.basics.run_files import RENDEZVOUS_FILE, read_object
-from headrace.schemas.errors import RunDirError
+from headrace.schemas.errors import RunDirError, is_there
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import load_config
 
@@ -98,7 +98,7 @@ def _submit_missing(jobs: JobFile, config: FleetConfig, run_dir: Path, tasks: Se
 
 def _refuse_a_second(run_dir: Path) -> None:
     """Raise `RunDirError` where jobs of this run are still there."""
-    if not (run_dir / "slurm" / "jobs.json").exists():
+    if not is_there(run_dir / "slurm" / "jobs.json"):
         return
     left = [task.job for task in _tasks(read_jobs(run_dir)) if not task.is_over]
     if left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -18,6 +19,7 @@ from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator, gym_spec
 from headrace.workers.envs.ownership import refuse_twice
 from headrace.workers.envs.task_reset import reset_with, task_setter
+from headrace.workers.randomness.seeds import draw_global_seeds
 
 
 def vector_creator(config: EnvRunnerConfig) -> EnvCreator:
@@ -55,10 +57,12 @@ def raised_in(error: BaseException) -> set[int]:
 
 
 def _builders(creator: EnvCreator, context: EnvContext) -> list[Callable[[], Any]]:
-    return [partial(_build, creator, context.at(index)) for index in range(context.num_envs)]
+    return [partial(_build, creator, context.at(index), os.getpid()) for index in range(context.num_envs)]
 
 
-def _build(creator: EnvCreator, context: EnvContext) -> Any:
+def _build(creator: EnvCreator, context: EnvContext, maker: int) -> Any:
+    if os.getpid() != maker:
+        draw_global_seeds()  # from Python 3.14 on, a server with the main program's modules has forked this process
     env = build_env(creator, context)
     return env if task_setter(env) is None else _Taught(env)
 
