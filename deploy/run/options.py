@@ -35,9 +35,11 @@ def config_file(path: Path | None) -> Path | None:
 
     A pipe, such as `/dev/stdin`, is read here. Raises `ConfigError` when there is neither, or the pipe does not end.
     """
+    if path is None:
+        return None
     try:
-        if path is None or (path.stat() and not path.is_dir()):
-            if path is not None and not path.is_file():
+        if path.stat() and not path.is_dir():
+            if not path.is_file():
                 take_stream(path)
             return path
     except (FileNotFoundError, NotADirectoryError):
