@@ -20,6 +20,7 @@ from headrace.workers.trained.trained_policy import TrainedPolicy
 from support.envs.toy import Counting, Faulty, check_books, diverge, runner
 from support.envs.toy_agents import multi_runner
 from support.runners.ready import READY
+from support.runners.stand_in_device import stand_in
 
 SIZE = 4
 
@@ -157,6 +158,17 @@ def test_chunks_are_the_rows_own_at_any_order_of_ready_envs(ready: str) -> None:
     with SingleAgentEnvRunner(config, run_uid="test") as sampler:
         assert sum(check(sampler.sample_fragment()) for _ in range(9)) == sampler.totals.delivered
         assert not sampler.totals.discarded
+
+
+def test_chunks_made_on_a_device_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        stand_in(monkeypatch) as mode,
+        runner(num_envs=3, env_config={"lengths": {0: 3, 1: 7, 2: 50}}, module=Plans, device="cuda") as sampler,
+    ):
+        assert check(sampler.sample(num_timesteps=3 * 24)) == 72
+        module: Any = sampler.module
+        assert 24 / SIZE < module.passes < 24
+        assert mode.counts.back == module.passes
 
 
 def test_each_agents_seat_has_its_own_chunk() -> None:

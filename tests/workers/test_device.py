@@ -14,8 +14,8 @@ import torch
 
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import ConfigError, ModuleError
+from headrace.workers.devices.device import open_device
 from headrace.workers.policy.acting import Actor, BlockActor
-from headrace.workers.policy.device import open_device
 from headrace.workers.policy.module_weights import read_weights, write_weights
 from support.envs.external import Serving
 from support.envs.toy import Counting, Walk, runner

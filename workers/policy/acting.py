@@ -19,14 +19,11 @@ from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Spaces, Tuple, col
 from headrace.schemas.errors import ModuleError, NotFiniteError, words_of
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.bounds import ActionLimits
-from headrace.workers.policy.device import Device
-from headrace.workers.policy.device_memory import DeviceMemory
-from headrace.workers.policy.device_pass import DevicePass
+from headrace.workers.policy.acting_device import ActingDevice, LaneMemory, ModulePass
 from headrace.workers.policy.module_protocol import OUTPUTS, SplitAct, action_chunk_size, has_newest
 from headrace.workers.policy.recurrent import Memory
 
 Columns = dict[str, NDArray[Any]]
-AnyMemory = Memory | DeviceMemory
 
 ACTION_CHUNK_STEP = "action_chunk_step"
 """The column that tells which step of its action chunk an action was."""
@@ -53,8 +50,8 @@ class Actor:
         columns: Mapping[str, NDArray[Any]],
         count_steps: Callable[[], int],
         lanes: NDArray[np.intp] | None = None,
-        memory: AnyMemory | None = None,
-        device: Device | None = None,
+        memory: LaneMemory | None = None,
+        device: ActingDevice | None = None,
     ) -> None:
         self._module = module
         self._spaces = spaces
@@ -76,12 +73,11 @@ class Actor:
         self._state_out: Any = None
         forward = "forward_exploration", "forward_inference", "forward_train"
         fast = device is None and self.memory is None and has_newest(module, "numpy_act", *forward)
-        self._pass: DevicePass | None = None
+        self._pass: ModulePass | None = None
         try:
             self._act = module.numpy_act() if fast else None
             if device is not None:
-                there = memory if isinstance(memory, DeviceMemory) else None
-                self._pass = DevicePass(module, device, spaces.observation, columns, there, lanes)
+                self._pass = device.passes(module, spaces.observation, columns, memory, lanes)
         except BaseException as error:
             raise_stop(error)
             raise self._failure(error) from error
@@ -256,7 +252,7 @@ class BlockActor:
         columns: Mapping[str, NDArray[Any]],
         count_steps: Callable[[], int],
         blocks: Sequence[NDArray[np.intp]],
-        device: Device | None = None,
+        device: ActingDevice | None = None,
     ) -> None:
         self._width = len(next(iter(columns.values())))
         self.memory = memory = _memory_of(module, self._width, device)
@@ -285,10 +281,10 @@ class BlockActor:
         return columns
 
 
-def _memory_of(module: Any, width: int, device: Device | None) -> AnyMemory | None:
+def _memory_of(module: Any, width: int, device: ActingDevice | None) -> LaneMemory | None:
     if not hasattr(module, "initial_state"):
         return None
-    return Memory(module, width) if device is None else DeviceMemory(module, width, device)
+    return Memory(module, width) if device is None else device.memory(module, width)
 
 
 def flatten_actions(space: Space, value: Any, root: str) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.action_masks import ActionMask, choices_of, find_mask
 from headrace.workers.envs.actions import action_root
-from headrace.workers.policy.acting import Actor, AnyMemory, BlockActor, Columns
+from headrace.workers.policy.acting import Actor, BlockActor, Columns
+from headrace.workers.policy.acting_device import ActingDevice, LaneMemory
 from headrace.workers.policy.action_chunks import ActionChunks, make_actor
-from headrace.workers.policy.device import Device
 from headrace.workers.policy.masks import LegalRandomActions
 from headrace.workers.policy.module_protocol import SplitAct
 from headrace.workers.policy.module_weights import check_weights, read_weights, write_weights
@@ -54,7 +54,7 @@ class ActingModule:
         """The mask that the module obeys, in its own observations."""
         self._blocks = blocks
         self._actor: Actor | BlockActor | ActionChunks | None = None
-        self._device: Device | None = None
+        self._device: ActingDevice | None = None
         self._maps: bool | None = None
         """True if the module maps its actions itself; None: not known yet."""
         noise.begin("random_actions", self.random.noise_size, "uniform")
@@ -65,7 +65,7 @@ class ActingModule:
         return self.connectors.spaces
 
     @property
-    def memory(self) -> AnyMemory | None:
+    def memory(self) -> LaneMemory | None:
         """The state of a recurrent module, by row; None for other modules."""
         return self._actor.memory if self._actor is not None else None
 
@@ -79,7 +79,7 @@ class ActingModule:
         """Number of rows."""
         return len(next(iter(self.connectors.columns.values())))
 
-    def use(self, module: Any, count_steps: Callable[[], int], device: Device | None = None) -> None:
+    def use(self, module: Any, count_steps: Callable[[], int], device: ActingDevice | None = None) -> None:
         """Act with `module` from now on; with None only random actions. `count_steps` returns the fleet's steps so far.
 
         The module is moved to `device` (None: it stays on the CPU). A recurrent module begins with an empty memory.
@@ -127,7 +127,7 @@ class ActingModule:
             return
         self._actor = self._make_actor(self.module)
         if memory is not None and self.memory is not None:
-            self.memory.follow(memory)  # type: ignore[arg-type]  # of the same kind
+            self.memory.follow(memory)
         if isinstance(before, ActionChunks) and isinstance(self._actor, ActionChunks):
             self._actor.follow(before)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.policy.acting import ACTION_CHUNK_STEP, Actor, BlockActor, Columns
-from headrace.workers.policy.device import Device
+from headrace.workers.policy.acting_device import ActingDevice
 from headrace.workers.policy.module_protocol import action_chunk_size
 
 
@@ -84,7 +84,7 @@ def make_actor(
     columns: Mapping[str, NDArray[Any]],
     count_steps: Callable[[], int],
     blocks: Sequence[NDArray[np.intp]] = (),
-    device: Device | None = None,
+    device: ActingDevice | None = None,
 ) -> Actor | BlockActor | ActionChunks:
     """Return what acts with `module` for all rows of `columns`. With `blocks`, each block of rows is one pass.
 

@@ -15,8 +15,8 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.settings.sampling_settings import SamplingSettings
 from headrace.workers.envs.bounds import blank_columns
 from headrace.workers.policy.acting import SAMPLERS_OWN
+from headrace.workers.policy.acting_device import ActingDevice
 from headrace.workers.policy.action_chunks import ActionChunks, make_actor
-from headrace.workers.policy.device import Device
 
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
 
@@ -37,7 +37,7 @@ class PolicyColumns:
         settings: SamplingSettings,
         *,
         maps: bool,
-        device: Device | None = None,
+        device: ActingDevice | None = None,
     ) -> PolicyColumns:
         """Return the columns of external envs' batches by `module`, found by one pass on blank observations.
 

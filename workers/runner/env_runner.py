@@ -21,6 +21,7 @@ from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import CallbackError, ConfigError, HeadraceError, ModuleError, missing_env_error
 from headrace.schemas.messages import Tasks
+from headrace.workers.annex_parts import part
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvHostsHere
@@ -32,7 +33,6 @@ from headrace.workers.metrics.timers import ENV, SAMPLING, SERIALISE, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.batch_columns import PolicyColumns
-from headrace.workers.policy.device import open_device
 from headrace.workers.policy.module_protocol import build_module
 from headrace.workers.randomness.seeds import SeedTree, episode_id_high
 from headrace.workers.runner.client_chunks import ClientChunks, take_over
@@ -98,7 +98,7 @@ class EnvRunner(ABC, Generic[Batch]):
         self.steps_elsewhere: int | None = None
         """Number of known env steps of the fleet that other runners made; None without a fleet."""
         torch.set_num_threads(config.torch_threads)
-        self._device = open_device(config.device)
+        self._device = None if config.device == "cpu" else part("open_device")(config.device)
         self._read_policies()
         self._make_parts()
 

@@ -16,7 +16,7 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.metrics.timers import OTHER, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
-from headrace.workers.policy.device import Device
+from headrace.workers.policy.acting_device import ActingDevice
 from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.episode_events import EpisodeEvents
@@ -68,7 +68,9 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         """Return whether to cut a fragment that is not full, because external steps are late."""
         return self._external_wait is not None and self._external_wait.is_overdue
 
-    def use(self, modules: Mapping[str, Any], count_steps: Callable[[], int], device: Device | None = None) -> None:
+    def use(
+        self, modules: Mapping[str, Any], count_steps: Callable[[], int], device: ActingDevice | None = None
+    ) -> None:
         """Act with `modules`; see `ActingModule.use`.
 
         If a module remembers, open steps are lost, because its memory starts empty.

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from headrace.workers.policy.device import Device
+from headrace.workers.devices.device import Device
 
 PLACE = torch.device("meta")
 """The name of the device. torch has no tensors of values there, so none can be read but by a copy that is counted."""
@@ -150,5 +150,5 @@ def stand_in(monkeypatch: Any) -> Iterator[StandIn]:
     with StandIn() as mode:
         device = StandInDevice(mode)
         opened = lambda name: device if name != "cpu" else None  # noqa: E731
-        monkeypatch.setattr("headrace.workers.runner.env_runner.open_device", opened)
+        monkeypatch.setattr("headrace.workers.devices.device.open_device", opened)
         yield mode

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.workers.policy.device import Device
 from headrace.workers.policy.recurrent import check_initial_state, check_state_out, read_initial_state
+
+if TYPE_CHECKING:
+    from headrace.workers.devices.device import Device
 
 
 class DeviceMemory:
