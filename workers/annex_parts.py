@@ -13,7 +13,7 @@ _PARTS: Mapping[str, str] = {
     "as_gymnasium": "headrace.workers.adapters.dm_envs",
     "adapted_agents": "headrace.workers.agents.env",
     "build_any_env": "headrace.workers.agents.packed_env",
-    "open_device": "headrace.workers.devices.device",
+    "open_device": "headrace.workers.devices.open_device",
     "limited_construction": "headrace.workers.envs.native.vector_processes",
     "open_native": "headrace.workers.envs.native.partial",
     "problem_of_kind": "headrace.workers.agents.packing",

@@ -14,7 +14,7 @@ import torch
 
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import ConfigError, ModuleError
-from headrace.workers.devices.device import open_device
+from headrace.workers.devices.open_device import OpenDevice, open_device
 from headrace.workers.policy.acting import Actor, BlockActor
 from headrace.workers.policy.module_weights import read_weights, write_weights
 from support.envs.external import Serving
@@ -297,7 +297,7 @@ def test_memory_there_does_what_memory_here_does(blocks: Any, device: StandIn) -
     """Two actors live through the same resets, passes of some lanes, weights and new lanes."""
     torch.manual_seed(0)
     random, width = np.random.default_rng(0), 5
-    here, place = Remembering(None), StandInDevice(device)
+    here, place = Remembering(None), OpenDevice(StandInDevice(device))
     there = copy.deepcopy(here)
     columns = {"obs": np.zeros((width, 3), np.float32)}
     parts = ([np.array(block) for block in blocks],) if blocks else ()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.workers.devices.device import Device
 from headrace.workers.policy.recurrent import check_initial_state, check_state_out, read_initial_state
-
-if TYPE_CHECKING:
-    from headrace.workers.devices.device import Device
 
 
 class DeviceMemory:

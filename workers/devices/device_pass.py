@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,12 +11,9 @@ from numpy.typing import NDArray
 
 from headrace.schemas.basics.tensor_array import tensor_of
 from headrace.schemas.chunks.spaces import Space, nest
-from headrace.workers.devices.block import Block, each_elsewhere
+from headrace.workers.devices.device import Block, Device, each_elsewhere
 from headrace.workers.devices.device_memory import DeviceMemory
 from headrace.workers.policy.module_protocol import has_newest
-
-if TYPE_CHECKING:
-    from headrace.workers.devices.device import Device
 
 
 class DevicePass:

@@ -48,7 +48,7 @@ def check_start(config: FleetConfig, say: Say) -> str:
     _check_names(config, policies)
     device: Any = None
     if (config.fleet.workers or config.learner.evaluate_every_steps) and config.sampling.device != "cpu":
-        from headrace.workers.devices.device import open_device
+        from headrace.workers.devices.open_device import open_device
 
         device = open_device(config.sampling.device)
     if not envs_are_here or not config.fleet.check_env:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from headrace.workers.devices.device import Device
+from headrace.workers.devices.open_device import OpenDevice
 
 PLACE = torch.device("meta")
 """The name of the device. torch has no tensors of values there, so none can be read but by a copy that is counted."""
@@ -148,7 +149,7 @@ class StandInDevice(Device):
 def stand_in(monkeypatch: Any) -> Iterator[StandIn]:
     """Let `device = "cuda"` of runners mean the stand-in, within the block."""
     with StandIn() as mode:
-        device = StandInDevice(mode)
+        device = OpenDevice(StandInDevice(mode))
         opened = lambda name: device if name != "cpu" else None  # noqa: E731
-        monkeypatch.setattr("headrace.workers.devices.device.open_device", opened)
+        monkeypatch.setattr("headrace.workers.devices.open_device.open_device", opened)
         yield mode
