@@ -34,7 +34,7 @@ def recorders_in(folder: Path) -> Iterator[tuple[Life, Path]]:
         raise RunDirError(str(folder), f"it cannot be read ({error.strerror})") from error
     for path in paths:
         match = _NAME.fullmatch(path.name)
-        if match is not None and is_there(path):
+        if match is not None and is_there(path) and path.is_file():
             yield (int(match[1]), int(match[2])), path
 
 
