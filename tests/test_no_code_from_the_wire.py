@@ -59,6 +59,7 @@ NAMES_BECOME_CODE = {
     "deploy/annexes/doctor/examination.py": "the names of our dependencies",
     "deploy/annexes/policies/episode_video.py": CONFIG,
     "deploy/annexes/recording/exporting.py": "its own table",
+    "deploy/annexes/rerun/replay.py": CONFIG,
     "deploy/command/cli.py": "the tables of deploy/run/annexes.py",
     "deploy/run/annexes.py": "its own tables",
     "deploy/trained/policy_spaces.py": CONFIG,

@@ -6,8 +6,10 @@ import os
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
+from inspect import CO_OPTIMIZED
 from itertools import pairwise
 from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import gymnasium as gym
@@ -46,7 +48,7 @@ def vector_creator(config: EnvRunnerConfig) -> EnvCreator:
 
 def raised_in(error: BaseException) -> set[int]:
     """Return the env that raised `error` in a step of a gymnasium vector; none where the frames do not tell."""
-    frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
+    frames = [_names_in(frame) for frame, _ in walk_tb(error.__traceback__)]
     for names, called in pairwise([*frames, {}]):
         vector = names.get("self")
         if isinstance(vector, AsyncVectorEnv) and "index" in names:
@@ -54,6 +56,15 @@ def raised_in(error: BaseException) -> set[int]:
         if isinstance(vector, SyncVectorEnv) and "i" in names and called.get("self") is vector.envs[names["i"]]:
             return {names["i"]}
     return set()
+
+
+def _names_in(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a function's frame by name; none of a module's."""
+    known, is_function = frame.f_locals, frame.f_code.co_flags & CO_OPTIMIZED
+    names = dict(known) if is_function else {}
+    if is_function and isinstance(known, dict):  # before Python 3.13 the frame keeps the dict, and with it the env
+        known.clear()
+    return names
 
 
 def _builders(creator: EnvCreator, context: EnvContext) -> list[Callable[[], Any]]:
