@@ -54,8 +54,11 @@ def _import_all() -> None:
     import setproctitle  # noqa: F401
     import torch  # noqa: F401
 
+    from headrace.workers.annex_parts import part as part_of_workers
+
     part("check_start")
     part("run_learner")
+    part_of_workers("limited_construction")
     import headrace.broker.process
     import headrace.deploy.command.cli
     import headrace.deploy.fleet.check_process

@@ -298,12 +298,3 @@ def test_a_part_of_nothing_and_what_is_no_part_are_refused(publisher: WeightPubl
     with pytest.raises(NotFiniteError):
         publisher.publish({"lora.b": torch.tensor([torch.nan])}, partial=True)
     assert publisher.publish(part(SMALL, 1.0), partial=True) == 2
-
-
-def test_a_broker_that_does_not_merge_gets_the_whole(publisher: WeightPublisher, sent: list[int]) -> None:
-    publisher.publish(whole(SMALL))
-    acknowledge(publisher)
-    publisher._brokers[0]._merges = False
-    publisher.publish(part(SMALL, 1.0), partial=True)
-    acknowledge(publisher)
-    assert sent[1] == pytest.approx(sent[0], abs=50)
