@@ -289,7 +289,9 @@ class _Folder:
 
 
 def _roots() -> list[Path]:
-    return [place / f"headrace-{os.geteuid()}" for place in (MEMORY, DISK)]
+    """Return the folders of all fleets in memory and on disk, where workers of a cluster have their own headrace-UID."""
+    user = os.geteuid()
+    return [MEMORY / f"headrace-{user}", DISK / f"headrace-weights-{user}"]
 
 
 def remove_unused_weights() -> None:

@@ -564,6 +564,18 @@ def test_memory_that_other_processes_have_taken_is_no_room(
 # -- what is left -----------------------------------------------------------------------------------------------------
 
 
+def test_the_scratch_folders_of_workers_on_disk_are_left_alone(tmp_path: Path) -> None:
+    """A worker of a cluster has its recorders in headrace-UID/FLEET of the same folder for temporary files."""
+    scratch = tmp_path / "disk" / f"headrace-{os.geteuid()}" / "fleet" / "recorders"
+    scratch.mkdir(0o700, parents=True)
+    scratch.parent.parent.chmod(0o700)
+    shared = SharedWeights(FLEET)
+    assert shared.write(*version_of(1, 1.0))
+    shared.close()
+    remove_unused_weights()
+    assert scratch.is_dir()
+
+
 def test_the_last_user_of_the_shared_folder_removes_it(memory: Path) -> None:
     first, second = SharedWeights(FLEET), SharedWeights(FLEET)
     assert first.write(*version_of(1, 1.0))
