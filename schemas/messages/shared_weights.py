@@ -289,7 +289,7 @@ class _Folder:
 
 
 def _roots() -> list[Path]:
-    """Return the folders of all fleets in memory and on disk, where workers of a cluster have their own headrace-UID."""
+    """Return the folders of all fleets in memory and on disk, where headrace-UID is that of a cluster's workers."""
     user = os.geteuid()
     return [MEMORY / f"headrace-{user}", DISK / f"headrace-weights-{user}"]
 
