@@ -33,6 +33,8 @@ log = logging.getLogger("headrace.learner")
 
 _CONTROL = messages_to("stream")
 _MAX_PUMPED = 256
+_TELL_MISSED_S = 10.0
+"""Seconds after which the log is told again that steps are missed, if there are more."""
 _QUIET_S = 1.0
 """Seconds of silence from which on a broker may be that of a fleet that is done: it answers twice a second."""
 
@@ -59,6 +61,9 @@ class BrokerStream:
         self.session = LearnerSession(link.token, limits, fleet_id=fleet_id, position=[*position], group=group)
         self.ready = ReadyBatches(self.session, position, turns)
         self.lag = LagMonitor(warn_lag if group == TRAIN else None)
+        self._missed_told = 0 if position else math.inf
+        """Missed steps that the log has told of. A stream that begins without a position misses none."""
+        self._tell_missed_at = 0.0
         self._unread: deque[Arrival] = deque()
         """Arrivals that were taken and not read, as the round that they are for is not complete."""
         self.session.figures = partial(_figures, link.token, self.lag)  # not a method: a cycle would outlive the stream
@@ -147,6 +152,18 @@ class BrokerStream:
             self._receive(frames)
         self.session.tick(connection.now(), waiting=waiting)
         self.flush()
+        if self.session.missed_steps > self._missed_told and connection.now() >= self._tell_missed_at:
+            self._tell_missed()
+
+    def _tell_missed(self) -> None:
+        self._missed_told, self._tell_missed_at = self.session.missed_steps, connection.now() + _TELL_MISSED_S
+        text = (
+            "%s: this learner goes on from an older position: %d steps or more were committed after it, do not come "
+            "again, and are not in the weights of its checkpoint. Either an earlier learner was still alive when this "
+            "one read the checkpoint, or there is a newer checkpoint: to have their training, stop this learner and "
+            "start it from the newest one"
+        )
+        log.warning(text, self.link.name, self._missed_told)
 
     def flush(self) -> None:
         """Send what is due."""

@@ -120,6 +120,8 @@ class LearnerSession:
         """True while the broker's newest message says that no worker is left, and no batch held."""
         self.arrivals: deque[Arrival] = deque()
         self.redelivered = 0
+        self.missed_steps = 0
+        """Steps that an earlier life of this learner committed after `position`, as far as the broker has told."""
         self.received_batches = 0
         self.consumed_batches = 0
         self.window_steps: int | None = None
@@ -379,6 +381,7 @@ class LearnerSession:
             reason = max(lost, key=lambda reason: (lost[reason][0], reason), default=Drop.GAP.value)
             self.arrivals.append(Arrival(ArrivalKind.GAP, key, None, None, reason, lost))
         source.received = start.settled.seq
+        self.missed_steps += max(0, start.settled.committed[0] - source.taken.committed[0])
         source.taken = source.committed = start.settled
         if len(lost) > 1:  # the markers of its episodes name only the main reason
             named = ", ".join(f"{lost[reason][0]} {reason}" for reason in sorted(lost))

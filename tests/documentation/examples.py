@@ -6,10 +6,11 @@ import ast
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 EXAMPLES_FOLDER = Path(__file__).parents[2] / "docs/examples"
@@ -36,4 +37,14 @@ def learner_of(example: str, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
         command, cwd=EXAMPLES_FOLDER, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         yield process
-        process.kill()
+        kill(process)
+
+
+def kill(learner: subprocess.Popen[str]) -> None:
+    """Kill the learner with all its ranks. They would outlive their launcher, and might commit once more."""
+    ranks = Path(f"/proc/{learner.pid}/task/{learner.pid}/children").read_text() if learner.poll() is None else ""
+    learner.kill()
+    for rank in ranks.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(rank), signal.SIGKILL)
+    learner.wait()

@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from documentation.examples import EXAMPLES, EXAMPLES_FOLDER, learner_of, words_of
+from documentation.examples import EXAMPLES, EXAMPLES_FOLDER, kill, learner_of, words_of
 
 from headrace.learner_stub.checkpoints.checkpoint import CHECKPOINT_FILE, load_checkpoint
 from headrace.schemas.chunks.chunk import ChunkEnd
@@ -75,7 +75,7 @@ def test_an_example_learns_cartpole_though_a_worker_and_the_learner_are_killed(t
         with learner_of(example, tmp_path) as learner:
             fleet.wait_for_steps(20_000)
             fleet.send(signal.SIGKILL, "worker", 0)
-            learner.kill()
+            kill(learner)
         before = trained_steps(tmp_path)
         with learner_of(example, tmp_path) as learner:
             result = fleet.finish(timeout_s=960.0)

@@ -370,6 +370,31 @@ def test_a_position_in_the_checkpoint_gives_exactly_once_training(
     assert not list(broker.rows()[(0, 1)].problems())
 
 
+def test_a_stream_says_that_steps_were_committed_after_its_position(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An earlier learner that lived on committed them, after this one had read the checkpoint."""
+    batches = Envs(3, fails=0.0).fragments(12)
+    start_feeder(broker.endpoints.worker, batches)
+    first = open_stream(auto_commit=False)
+    assert first.round_of(2, TIMEOUT_S)
+    behind = first.position()
+    assert first.round_of(3, TIMEOUT_S)
+    first.commit()
+    newest = first.position()
+    for position in (newest, None):  # nothing is missed, and a learner without a position begins anew
+        second = open_stream(position=position, auto_commit=False)
+        assert second.next(TIMEOUT_S) is not None
+        second.close()
+    assert "older position" not in caplog.text
+    third = open_stream(position=behind, auto_commit=False)
+    while (batch := third.next(TIMEOUT_S)) is not None and not batch.steps:  # markers of the hole
+        pass
+    assert batch is not None
+    missed = sum(batch.steps for batch in batches[2:5])
+    assert f"goes on from an older position: {missed} steps or more were committed after it" in caplog.text
+
+
 def test_a_batch_behind_a_marker_is_not_settled_before_it_is_handed_out(
     broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
 ) -> None:
