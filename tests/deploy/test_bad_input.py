@@ -327,10 +327,12 @@ def test_a_command_runs_with_a_closed_standard_stream(closed: int) -> None:
     assert ("num_envs" in result.stdout) == (closed != 1)
 
 
-UNREADABLE = "up --resume loop, up --run-dir loop/run, worker --run-dir loop/run, evaluate loop, keys list --dir loop"
+UNREADABLE = """up --resume loop, up --run-dir loop/run, worker --run-dir loop/run, evaluate loop, keys list --dir loop,
+ up --config loop/fleet.toml, chaos --run-dir loop, rerun loop, record loop --dir new, replay loop --render new.mp4,
+ export new --to minari --out loop/new"""
 
 
-@pytest.mark.parametrize("line", [*UNREADABLE.split(", "), "up --config loop/fleet.toml"])
+@pytest.mark.parametrize("line", UNREADABLE.split(","))
 def test_a_path_that_cannot_be_read_is_not_said_to_be_missing(line: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     result = headrace(*line.split(), cwd=tmp_path)
