@@ -72,8 +72,8 @@ def test_an_env_that_hangs_in_a_rebuild_counts_as_an_env_failure(kind: str, tmp_
     began = time.monotonic()
     _runner(kind, tmp_path / "hangs", env_reset_timeout_s=60).stop()
     patience_s = 1.0 + time.monotonic() - began
-    with _runner(kind, tmp_path / "hangs", env_restart_attempts=2, env_reset_timeout_s=patience_s) as sampler:
+    with _runner(kind, tmp_path / "hangs", env_restart_attempts=1, env_reset_timeout_s=patience_s) as sampler:
         with pytest.raises(EnvRestartBudgetError, match="did not return from construction"):
             sampler.sample(num_timesteps=30)
-        assert sampler.totals.env_failures == 3
+        assert sampler.totals.env_failures == 2
         check_books(sampler)
