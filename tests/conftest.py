@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from itertools import islice
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,7 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """Fails the session when a child process still runs or a new file stands in the repository at its end."""
     before = _untracked()
     yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # from Python 3.14 on it serves async envs until our end
     wait_until(lambda: not _children(), f"the end of child processes {_children()}")
     left = _untracked() - before
     assert not left, f"tests left files in the repository: {sorted(left)[:10]}"

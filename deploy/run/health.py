@@ -116,8 +116,16 @@ class HealthFile:
 
 
 def health_records(run_dir: Path, role: str = "") -> Iterator[tuple[Path, HealthRecord]]:
-    """Yield the records of processes on this host, or of those of one role, with their files. Skip damaged files."""
-    for path in sorted(_folder(run_dir).glob(f"{role or '*'}-{os.uname().nodename}-*.json")):
+    """Yield the records of processes on this host, or of those of one role, with their files. Skip damaged files.
+
+    Raises `OSError` where the folder cannot be read; a missing one has no records.
+    """
+    paths: list[Path] = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        paths = sorted(_folder(run_dir).iterdir())  # `glob` takes a folder that cannot be read for an empty one
+    for path in paths:
+        if not path.match(f"{role or '*'}-{os.uname().nodename}-*.json"):
+            continue
         try:
             with path.open() as file:
                 record = HealthRecord(**json.loads(file.read(_LARGEST)))
@@ -179,7 +187,11 @@ def asked_plainly(words: Sequence[str]) -> Question | None:
 
 def answer(question: Question, within_s: float = WITHIN_S) -> tuple[bool, str]:
     """Return whether all processes that are asked for live, or are ready, and a sentence that says why."""
-    found = [judge(path, record, within_s) for path, record in health_records(question.run_dir, question.role)]
+    try:
+        records = list(health_records(question.run_dir, question.role))
+    except OSError as error:
+        return False, f"{question.run_dir} cannot be read: {error.strerror}; repair that, or name another"
+    found = [judge(path, record, within_s) for path, record in records]
     if not found:
         return False, f"no {question.role or 'process'} runs in {question.run_dir}: none has started, or it has ended"
     wrong = [health for health in found if not (health.lives and (health.ready or not question.ready))]

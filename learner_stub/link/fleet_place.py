@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.credentials.keys import DIR_VARIABLE
-from headrace.schemas.errors import ConfigError, UnreachableError
+from headrace.schemas.errors import ConfigError, UnreachableError, is_there
 from headrace.schemas.peers.fleet_address import AddressSource, FirstOf, RunDirAddresses, await_address
 from headrace.schemas.peers.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
 
@@ -75,7 +75,8 @@ def _source_at(where: Where) -> AddressSource:
     if not where:
         raise ConfigError(f"give a run directory or a rendezvous, or set {RENDEZVOUS_VARIABLE}")
     named = os.environ.get(RENDEZVOUS_VARIABLE)
-    if str(where) == named or "://" in str(where) or Path(where).suffix == ".json" or Path(where).is_file():
+    is_rendezvous = str(where) == named or "://" in str(where) or Path(where).suffix == ".json"
+    if is_rendezvous or (is_there(Path(where)) and Path(where).is_file()):
         return Rendezvous(str(where))
     return RunDirAddresses(Path(where))
 

@@ -46,7 +46,7 @@ from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.credentials.key_files import group_rule, is_group
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
-from headrace.schemas.errors import ConfigError, UnreachableError, refusal
+from headrace.schemas.errors import ConfigError, UnreachableError, is_there, refusal
 from headrace.schemas.messages.learner_messages import MOST_WINDOW_STEPS, Ranks
 from headrace.schemas.peers.fleet_address import SAY_WAITING_S, AddressSource
 from headrace.schemas.peers.fleet_place import FleetPlace
@@ -229,8 +229,9 @@ class EpisodeStream:
         addresses. Keys are those in the config of the run, unless `options` or the environment name others. `options`
         are those of the constructor, whose errors it raises. The folder of a recording gives a `RecordedStream`.
         """
+        folder = Path(where) if isinstance(where, str | Path) and "://" not in str(where) else None
         for pattern, kind in _FOLDERS.items():
-            if isinstance(where, str | Path) and any(Path(where).glob(pattern)):
+            if folder is not None and is_there(folder) and any(folder.glob(pattern)):
                 return cast("Self", resolve_name(kind)(where, **options))
         endpoint, found = find_fleet(where, connect_timeout_s, options)
         return cls(endpoint, **found)

@@ -20,7 +20,8 @@ import pytest
 import zmq
 
 from headrace.deploy.run.options import Asked, config_file
-from headrace.schemas.errors import ConfigError, ExitCode
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas.errors import ConfigError, ExitCode, RunDirError
 from headrace.schemas.frames.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind, decode_header
 from headrace.schemas.messages import Reject, SupervisorHello, read
 from headrace.schemas.peers.handshakes import Handshakes
@@ -327,15 +328,23 @@ def test_a_command_runs_with_a_closed_standard_stream(closed: int) -> None:
     assert ("num_envs" in result.stdout) == (closed != 1)
 
 
-UNREADABLE = "up --resume loop, up --run-dir loop/run, worker --run-dir loop/run, evaluate loop, keys list --dir loop"
+UNREADABLE = """up --resume loop, up --run-dir loop/run, worker --run-dir loop/run, evaluate loop, keys list --dir loop,
+ up --config loop/fleet.toml, chaos --run-dir loop, rerun loop, replay loop --render new.mp4,
+ export new --to minari --out loop/new"""
 
 
-@pytest.mark.parametrize("line", [*UNREADABLE.split(", "), "up --config loop/fleet.toml"])
+@pytest.mark.parametrize("line", UNREADABLE.split(","))
 def test_a_path_that_cannot_be_read_is_not_said_to_be_missing(line: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     result = headrace(*line.split(), cwd=tmp_path)
     code = ExitCode.CONFIG if "--config" in line else ExitCode.RUN_DIR
     assert_one_sentence(result, code, "cannot be read: Too many levels of symbolic links")
+
+
+def test_a_stream_of_a_path_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(RunDirError, match="cannot be read: Too many levels of symbolic links"):
+        EpisodeStream.of(tmp_path / "loop")
 
 
 def test_a_command_runs_with_an_ascii_terminal_and_without_a_home(tmp_path: Path) -> None:

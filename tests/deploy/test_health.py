@@ -172,6 +172,14 @@ def test_a_damaged_health_file_counts_as_no_process(tmp_path: Path) -> None:
         assert judged(tmp_path) == (False, f"no process runs in {tmp_path}: none has started, or it has ended")
 
 
+@pytest.mark.processes
+def test_a_run_directory_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    place = tmp_path / ("long" * 100)
+    told = f"{place} cannot be read: File name too long; repair that, or name another\n"
+    for words in ((), ("--within-s", "60")):
+        assert health(place, *words) == (ExitCode.FINDINGS, told)
+
+
 @pytest.mark.parametrize(
     ("words", "question"),
     [

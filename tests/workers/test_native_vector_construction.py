@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,17 +58,22 @@ def test_an_env_that_hangs_in_first_construction_raises_env_hang_error(kind: str
     hangs = tmp_path / "hangs"
     hangs.touch()
     words = r"env [0-2] did not return from construction within 2 \* env_reset_timeout_s = 0.5 s and "
-    with pytest.raises(EnvHangError, match=words + "its process was killed"):
+    with pytest.raises(EnvHangError, match=words + "its process was killed") as raised:
         _runner(kind, hangs)
+    *_, (frame, _) = traceback.walk_tb(getattr(raised.value.__cause__, "__traceback__", None))
+    assert not frame.f_locals, "Python 3.14 warns when such a frame has the buffer of a send that failed"
 
 
 # Gymnasium's AsyncVectorEnv tells of an env's error by warnings too, before it raises it.
 @pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_env_that_hangs_in_a_rebuild_counts_as_an_env_failure(kind: str, tmp_path: Path) -> None:
-    patient: dict[str, Any] = {"env_reset_timeout_s": 1.5}  # the first ones are to be made on a busy machine too
-    with _runner(kind, tmp_path / "hangs", env_restart_attempts=2, **patient) as sampler:
+    # From Python 3.14 on, the processes of an env that a user's vector makes import what it needs.
+    began = time.monotonic()
+    _runner(kind, tmp_path / "hangs", env_reset_timeout_s=60).stop()
+    patience_s = 1.0 + time.monotonic() - began
+    with _runner(kind, tmp_path / "hangs", env_restart_attempts=1, env_reset_timeout_s=patience_s) as sampler:
         with pytest.raises(EnvRestartBudgetError, match="did not return from construction"):
             sampler.sample(num_timesteps=30)
-        assert sampler.totals.env_failures == 3
+        assert sampler.totals.env_failures == 2
         check_books(sampler)

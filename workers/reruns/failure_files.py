@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from headrace.schemas.basics.bounds import Natural
 from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.chunks.task import TaskJson
-from headrace.schemas.errors import ConfigError, DecodeError, RunDirError
+from headrace.schemas.errors import ConfigError, DecodeError, RunDirError, is_there
 from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
 
 FOLDER = "failures"
@@ -95,7 +95,7 @@ def rerun_command(run_dir: Path, name: str) -> str:
 
 def failures_of(run_dir: Path) -> list[str]:
     """Return the names of the failures in a run directory, the newest first."""
-    return [path.stem for _, path in _newest_first(run_dir / FOLDER)]
+    return [path.stem for _, path in _newest_first(run_dir / FOLDER)] if is_there(run_dir / FOLDER) else []
 
 
 def read_failure(run_dir: Path, name: str) -> KeptFailure:

@@ -24,7 +24,7 @@ from headrace.deploy.run.options import Asked
 from headrace.deploy.run.run_dir import new_run_dir
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
 from headrace.schemas.basics.run_files import replace_private
-from headrace.schemas.errors import ConfigError, ExitCode, RunDirError, write_error
+from headrace.schemas.errors import ConfigError, ExitCode, RunDirError, is_there, write_error
 from headrace.schemas.settings.config import FleetConfig
 
 PLAN, REPORT = "plan.json", "report.json"
@@ -128,7 +128,7 @@ def _refuse_other_kinds(config: FleetConfig) -> None:
 
 def _make_folders(root: Path) -> Folders:
     folders = Folders(root.absolute())
-    if folders.config.exists():
+    if is_there(folders.config):
         raise RunDirError(str(root), "a trial was run in it", "name a new folder with --run-dir")
     try:
         for folder in (folders.fleet, folders.truth, folders.record, folders.logs):

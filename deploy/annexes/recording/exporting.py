@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.deploy.annexes.recording import check_pyarrow
 from headrace.schemas.chunks.chunk import EpisodeChunk
-from headrace.schemas.errors import ConfigError, RunDirError, writing
+from headrace.schemas.errors import ConfigError, RunDirError, is_there, writing
 
 if TYPE_CHECKING:
     from headrace.deploy.annexes.recording.whole_episodes import WholeEpisodes
@@ -54,7 +54,7 @@ def export_recording(recording: str, to: str, out: Path | None, *, module_id: st
         raise ConfigError(f"{to!r:.80} is neither a format for recordings ({known}) nor a file of a policy", key="--to")
     if fps is not None and not target.has_fps:
         raise ConfigError(f"is not for {to}, which has no time", key="--fps")
-    if out is None or out.exists() or out.is_symlink():
+    if out is None or is_there(out) or out.is_symlink():
         raise ConfigError("names the folder to make" if out is None else f"{out} exists already", key="--out")
     if any(find_spec(package) is None for package in target.packages):
         raise ConfigError(f"{to} is not installed: pip install 'headrace[record,{to}]'", key="--to")
@@ -65,7 +65,7 @@ def export_recording(recording: str, to: str, out: Path | None, *, module_id: st
 def check_recording(recording: str) -> None:
     """Raise `RunDirError` for a folder without a complete file of a recording, and `ConfigError` without pyarrow."""
     check_pyarrow()
-    if not any(Path(recording).glob("**/batches-*.parquet")):
+    if not (is_there(Path(recording)) and any(Path(recording).glob("**/batches-*.parquet"))):
         raise RunDirError("", "", sentence=f"{recording} is no recording: it has no file batches-N.parquet")
 
 

@@ -16,6 +16,7 @@ from headrace.workers.devices.open_device import OpenDevice
 
 PLACE = torch.device("meta")
 """The name of the device. torch has no tensors of values there, so none can be read but by a copy that is counted."""
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]
 _COPIES = {"aten::copy_", "aten::_to_copy"}
 _READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select"}
 """Operations whose answer a GPU's program waits for."""
@@ -75,10 +76,9 @@ class StandIn(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        with self:  # in inference mode torch asks for composite operations too
-            parts = func.decompose(*args, **kwargs)
-        if parts is not NotImplemented:
-            return parts
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
+            with self:  # in inference mode torch asks for composite operations too
+                return func._op_dk(_COMPOSITE, *args, **kwargs)  # `decompose` prefers Python's, wrong in torch 2.4
         name = func.name().partition(".")[0]
         goes = torch.device(kwargs["device"]) == PLACE if kwargs.get("device") is not None else None
         if goes:

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -65,6 +66,7 @@ class Watchdog:
         except Exception as raised:
             if self.killed is None:
                 raise
+            traceback.clear_frames(raised.__traceback__)  # else Python 3.14 may warn later of a buffer
             error = raised
         finally:
             self._deadline = None
