@@ -10,6 +10,7 @@ PYTHONPATH=tests python -m bench.vision
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import tempfile
@@ -64,9 +65,7 @@ def _module_of_the_page(folder: Path) -> ModuleType:
     (folder / "vision.py").write_text(Page(_PAGE).block_with("# vision.py"))
     sys.path.insert(0, str(folder))
     sys.modules.pop("vision", None)
-    import vision
-
-    return vision
+    return importlib.import_module("vision")
 
 
 class Acting:
