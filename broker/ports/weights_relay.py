@@ -11,18 +11,11 @@ import numpy as np
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode, encode
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull
-from headrace.schemas.messages.weights import (
-    INLINE_BYTES,
-    Arrays,
-    encode_weights,
-    merge_received,
-    weights_digest,
-)
+from headrace.schemas.messages.weights import INLINE_BYTES, Arrays, encode_weights, merge_received, weights_digest
 from headrace.schemas.messages.weights_messages import PIECE_BYTES
 
 PULLED_S = 10.0
 """Seconds for which a version counts as being pulled once a piece of it was asked for."""
-
 
 _PART = 16
 """How many times larger than a part the whole is at least. Workers get the part each, and the whole once a machine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ MAPPED_BYTES = 1 << 16
 """Larger versions lie in the memory of the broker's machine, where each process maps them and checks their checksums.
 Receiving such a version and taking its digest again takes each process longer.
 """
+
+_STEP_BYTES = 1 << 20
 
 MODULES = "modules/"
 """Prefix of "module id/name", for arrays of one of several modules."""
@@ -189,24 +192,25 @@ def merge_received(header: WeightsHeader, digest: str, whole: Arrays, part: Arra
 def weights_digest(arrays: Arrays) -> str:
     """Return blake2b-128 over names, dtypes, shapes and bytes, in the order of names: 32 hexadecimal digits."""
     hasher = new_digest()
-    for about, data in digested(arrays):
-        hasher.update(about)
-        hasher.update(data)
+    deque(take_digest(arrays, hasher), maxlen=0)
     return hasher.hexdigest()
 
 
 def new_digest() -> hashlib.blake2b:
-    """Return the hash that gives a digest of weights, once it has all that `digested` yields."""
+    """Return the hash that gives a digest of weights, once `take_digest` has ended."""
     return hashlib.blake2b(digest_size=16)
 
 
-def digested(arrays: Arrays) -> Iterator[tuple[bytes, Any]]:
-    """Yield (a line about an array, it as contiguous bytes) in the order in which a digest takes them."""
+def take_digest(arrays: Arrays, hasher: hashlib.blake2b) -> Iterator[tuple[str, int]]:
+    """Hash arrays that may still be arriving. Yield (name, how many of its bytes must be there) before each step."""
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
-        dtype = array.dtype
-        code = dtype.names[0] if dtype.names else dtype.str
-        yield f"{name}\0{code}\0{array.shape}\0".encode(), array
+        code = array.dtype.names[0] if array.dtype.names else array.dtype.str
+        hasher.update(f"{name}\0{code}\0{array.shape}\0".encode())
+        data: Any = array.reshape(-1).view(np.uint8)
+        for at in range(0, len(data), _STEP_BYTES):
+            yield name, min(at + _STEP_BYTES, len(data))
+            hasher.update(data[at : at + _STEP_BYTES])
 
 
 def encode_weights(fleet_id: str, version: Version, arrays: Arrays, digest: str = "", base: str = "") -> list[Buffer]:

@@ -21,11 +21,7 @@ from headrace.schemas.basics.run_files import open_own
 from headrace.schemas.frames.manifest import view
 from headrace.schemas.frames.wire import WEIGHTS_LIMITS, Buffer, MessageKind, encode_packed
 from headrace.schemas.messages import WeightsHeader
-from headrace.schemas.messages.weights import (
-    Arrays,
-    lay_out_weights,
-    weights_digest,
-)
+from headrace.schemas.messages.weights import Arrays, lay_out_weights, weights_digest
 
 _ALIGN = 64
 _TAG_BYTES = 16

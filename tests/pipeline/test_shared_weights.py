@@ -965,7 +965,7 @@ def test_a_version_is_copied_digested_and_sent_once_and_checked_once_by_each_pro
             self.digest, self.hexdigest = self._hasher.digest, self._hasher.hexdigest
 
         def update(self, part: Any) -> None:
-            counts["digested"] += memoryview(part).nbytes // nbytes
+            counts["digested"] += memoryview(part).nbytes
             self._hasher.update(part)
 
     def written(file: weights_file.NewFile, frame: int, offset: int, part: Buffer) -> None:
@@ -994,6 +994,7 @@ def test_a_version_is_copied_digested_and_sent_once_and_checked_once_by_each_pro
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
+    counts["digested"] //= nbytes  # its parts are smaller than an array
     assert counts == {"checked": 3, "digested": 1, "written": 1, "sent": 0}, (
         "publisher, broker and worker check it once each"
     )

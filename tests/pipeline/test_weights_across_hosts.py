@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from numpy.typing import NDArray
 
 from headrace.broker.ports.weights_relay import WeightsRelay
@@ -23,7 +26,8 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode, encode
 from headrace.schemas.messages import WeightsHeader, read, shared_weights
 from headrace.schemas.messages.shared_weights import SharedWeights
-from headrace.schemas.messages.weights import encode_weights, weights_digest
+from headrace.schemas.messages.weights import encode_weights, new_digest, weights_digest
+from headrace.schemas.messages.weights_messages import PIECE_BYTES
 from headrace.workers.fleet.weights import PULL_RETRY_S, SEEK_S, ArrivingWeights, OwnMemory, WeightsReceiver
 from support.fleets.machines import Machines
 from support.fleets.two_machines import NoNamespacesError
@@ -165,13 +169,14 @@ def test_another_worker_pulls_when_the_pulling_process_is_killed_with_half_a_ver
 def test_a_version_is_read_from_pieces_of_any_size_in_any_order_of_arrays(piece_bytes: int) -> None:
     given = {"z": np.arange(30.0), "a": np.array(1.5), "empty": np.zeros((0, 3)), "t": np.ones((5, 4)).T}
     if piece_bytes >= 100:
-        given |= {"y": np.arange(40_000.0), "b": np.arange(20_000.0)}
+        given |= {"y": np.arange(40_000.0), "b": np.arange(200_000.0)}
     frames = encode_weights(FLEET, (1, 1), given)
     sizes, blob = [len(frame) for frame in frames], b"".join(frames)
     arriving = ArrivingWeights((1, 1), sizes, OwnMemory(sizes))
     for start in range(0, len(blob), piece_bytes):
         arriving.add(blob[start : start + piece_bytes])
-    header, arrays = arriving.message()
+    assert arriving.message is not None
+    header, arrays = arriving.message
     assert (header.version, header.digest) == ((1, 1), weights_digest(given))
     assert {n: (a.shape, a.tobytes()) for n, a in arrays.items()} == {
         n: (a.shape, a.tobytes()) for n, a in given.items()
@@ -185,18 +190,78 @@ def test_a_version_with_a_changed_byte_is_refused(place: float) -> None:
     sizes, blob = [len(frame) for frame in frames], bytearray(b"".join(frames))
     blob[int(place * len(blob))] ^= 1
     arriving = ArrivingWeights((1, 1), sizes, OwnMemory(sizes))
-    arriving.add(blob)
     with pytest.raises(DecodeError, match="checksum"):
-        arriving.message()
+        arriving.add(blob)
+    assert arriving.message is None
 
 
-def test_another_message_than_weights_is_refused() -> None:
+def test_a_digest_is_of_all_bytes_of_an_array() -> None:
+    array = np.arange(400_000.0)
+    expected = hashlib.blake2b(b"w\0<f8\0(400000,)\0" + array.tobytes(), digest_size=16).hexdigest()
+    assert weights_digest({"w": array}) == expected
+
+
+def test_a_version_with_the_digest_of_another_is_refused() -> None:
+    frames = encode_weights(FLEET, (1, 1), state(1.0), weights_digest(state(2.0)))
+    arriving = ArrivingWeights((1, 1), [len(frame) for frame in frames], OwnMemory([len(frame) for frame in frames]))
+    with pytest.raises(DecodeError, match="do not match their digest"):
+        arriving.add(b"".join(frames))
+    assert arriving.message is None
+
+
+def test_the_last_piece_leaves_two_pieces_to_hash_and_none_to_copy(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = Counter[str]()
+
+    class Counted:
+        def __init__(self, plain: Any, name: str) -> None:
+            self._plain, self._name = plain, name
+
+        def update(self, part: Any) -> None:
+            counts[self._name] += len(part)
+            self._plain.update(part)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._plain, name)
+
+    write, digest, checksum, whole = os.pwrite, new_digest, xxhash.xxh3_64, xxhash.xxh3_64_intdigest
+
+    def written(descriptor: int, part: Buffer, start: int) -> int:
+        counts["written"] += len(part)
+        return write(descriptor, part, start)
+
+    def hashed_whole(part: Buffer) -> int:
+        counts["of the pieces"] += len(part)
+        return whole(part)
+
+    relay, receiver = held((1, 1), 1.0), WeightsReceiver(FLEET, SharedWeights(FLEET))
+    for module in ("schemas.messages", "workers.fleet"):
+        monkeypatch.setattr(f"headrace.{module}.weights.new_digest", lambda: Counted(digest(), "digest"))
+    monkeypatch.setattr(xxhash, "xxh3_64", lambda: Counted(checksum(), "checksum"))
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", hashed_whole)
+    monkeypatch.setattr(os, "pwrite", written)
+    receiver.receive(decode(relay.broadcast), 0.0)
+    nbytes = sum(map(len, relay.frames))
+    pull(receiver, relay, -(-nbytes // PIECE_BYTES) - 1)
+    assert receiver.newest == (0, 0)
+    before = Counter(counts)
+    pull(receiver, relay, now=PULL_RETRY_S)
+    assert receiver.newest == (1, 1)
+    left = {name: counts[name] - before[name] for name in counts}
+    assert left["digest"] <= 2 * PIECE_BYTES
+    assert left["checksum"] <= PIECE_BYTES
+    assert left["of the pieces"] < 3 * PIECE_BYTES  # the relay's piece, and the receiver's
+    assert left["written"] <= PIECE_BYTES
+    assert counts["written"] < 1.01 * nbytes
+
+
+def test_another_message_than_weights_is_refused_at_its_header() -> None:
     frames = encode(MessageKind.BATCH, {}, {"w": np.zeros(LARGE)})
     sizes = [len(frame) for frame in frames]
     arriving = ArrivingWeights((1, 1), sizes, OwnMemory(sizes))
-    arriving.add(b"".join(frames))
     with pytest.raises(DecodeError, match="BATCH was pulled"):
-        arriving.message()
+        arriving.add(b"".join(frames[:2]))
 
 
 def test_a_file_without_room_is_given_up_and_the_version_pulled_to_own_memory(

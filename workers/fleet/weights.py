@@ -11,9 +11,11 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import accumulate
 
 import numpy as np
+import xxhash
 
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.process_usage import free_memory
@@ -21,7 +23,16 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import WEIGHTS_LIMITS, Buffer, MessageKind, WireMessage, decode, frames_of
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
 from headrace.schemas.messages.shared_weights import SharedWeights
-from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, WeightsVersion, merge_received, read_weights
+from headrace.schemas.messages.weights import (
+    MOST_WEIGHTS_BYTES,
+    Arrays,
+    WeightsVersion,
+    check_digest,
+    merge_received,
+    new_digest,
+    read_weights,
+    take_digest,
+)
 from headrace.schemas.messages.weights_file import NewFile
 from headrace.schemas.messages.weights_messages import PIECE_BYTES
 
@@ -55,30 +66,49 @@ class OwnMemory:
 class ArrivingWeights:
     """The frames of one version's WEIGHTS message, of which the first `have` bytes have come.
 
-    `room` takes the frames: a file that other processes will map, or memory of this process.
+    `room` takes the frames: a file that other processes will map, or memory of this process. They are hashed as they
+    come, so that hardly anything is left to do after the last piece.
     """
 
     def __init__(self, version: Version, sizes: list[int], room: OwnMemory | NewFile) -> None:
         self.version, self.sizes, self.size = version, sizes, sum(sizes)
         self.have = 0
         self.room = room
+        self.message: tuple[WeightsHeader, Arrays] | None = None
+        """Header and arrays, once all have come."""
         self._starts = list(accumulate(sizes, initial=0))
+        self._checksum = xxhash.xxh3_64()
+        self._checks = self._check()
+        self._check_at: float = next(self._checks)
 
     def add(self, piece: Buffer) -> None:
-        """Take the bytes that follow. Raises `OSError` without room."""
+        """Take the bytes that follow. Raises `DecodeError` for wrong ones, and `OSError` without room."""
         left = memoryview(piece)
         while left:
             frame = bisect_right(self._starts, self.have) - 1
             part = left[: self._starts[frame + 1] - self.have]
             self.room.put(frame, self.have - self._starts[frame], part)
+            if frame > 1:
+                self._checksum.update(part)
             self.have, left = self.have + len(part), left[len(part) :]
+        while self.have >= self._check_at:
+            self._check_at = next(self._checks, math.inf)
 
-    def message(self) -> tuple[WeightsHeader, Arrays]:
-        """Return header and arrays of the whole message, as `read_weights` does. Raises `DecodeError`."""
-        message = decode(self.room.frames)
+    def _check(self) -> Iterator[int]:
+        """Check the message as it comes. Yield how many bytes must be there for the next step."""
+        yield sum(self.sizes[:2])
+        message, digest = decode(self.room.frames, checks_payload=False), new_digest()
         if message.kind is not MessageKind.WEIGHTS:
             raise DecodeError("unexpected_kind", f"{message.kind.name} was pulled for weights")
-        return read_weights(message)
+        header, payload = read(WeightsHeader, message.header), message.header.get("payload") or {"arrays": []}
+        starts = {name: self._starts[2 + frame] + offset for name, _, _, frame, offset in payload["arrays"]}
+        for name, nbytes in take_digest(message.arrays, digest):
+            yield starts[name] + nbytes
+        yield self.size
+        if payload.get("checksum") != self._checksum.intdigest():
+            raise DecodeError("payload_checksum", "payload does not match its checksum")
+        check_digest(header, digest.hexdigest())
+        self.message = header, message.arrays
 
 
 class WeightsReceiver:
@@ -232,21 +262,17 @@ class WeightsReceiver:
         try:
             arriving.add(piece.reshape(-1).view(np.uint8).data)
             self._asked = max(self._asked, arriving.have)
-            if arriving.have == arriving.size:
-                self._complete(arriving, now)
+            if arriving.message is not None:
+                header, arrays = arriving.message
+                if self._shared is not None and arrays and self._is_news(header):
+                    self._shared.arrived(header)  # this machine's other workers find it
+                self._stop()
+                self._take(header, arrays, now)
         except OSError as error:
             self._pull_alone(error, now)
         except DecodeError:
             self._stop()
             raise
-
-    def _complete(self, arriving: ArrivingWeights, now: float) -> None:
-        """Take a version that has come whole. Let this machine's other workers find it, if it is pulled for all."""
-        header, arrays = arriving.message()
-        if self._shared is not None and arrays and self._is_news(header):
-            self._shared.arrived(header)
-        self._stop()
-        self._take(header, arrays, now)
 
     def _start(self, version: Version, sizes: list[int]) -> ArrivingWeights:
         """Make room for a version. Memory is taken as pieces come, not at once.
