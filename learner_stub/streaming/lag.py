@@ -48,7 +48,7 @@ class LagMonitor:
         """Count the steps by their lag, and return the sum. Most batches have one lag, and are counted at once."""
         seqs, (epoch, newest) = batch.columns["weights_seq"], batch.newest
         first = int(seqs[0])
-        if batch.learner_epoch != epoch or (seqs == first).all():
+        if batch.learner_epoch != epoch or not np.count_nonzero(seqs != first):
             one = newest if batch.learner_epoch != epoch else max(newest - first, 0)
             self._counts[bisect_left(LAG_BOUNDS, one)] += batch.steps
             return one * batch.steps
