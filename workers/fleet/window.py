@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -87,24 +87,27 @@ class Window:
 
     def waits_for_groups(self, batches: int) -> bool:
         """Return whether there is no room, and would be if other groups had settled what the learner has."""
-        awaited = self._awaited()
+        awaited = [*self._awaited()]
         if len(awaited) == len(self) or self.has_room(batches):
             return False
         return self._fit(awaited, len(awaited), sum(shipment.nbytes for shipment in awaited), batches)
 
-    def _awaited(self) -> list[Shipment]:
+    def _awaited(self) -> Iterable[Shipment]:
         """Return the batches that the learner has not settled."""
-        return [*islice(self._shipments, max(0, self.settled - self.first + 1), None)]
+        return islice(self._shipments, max(0, self.settled - self.first + 1), None)
 
-    def _fit(self, awaited: Sequence[Shipment], number: int, nbytes: int, batches: int) -> bool:
+    def _fit(self, awaited: Iterable[Shipment], number: int, nbytes: int, batches: int) -> bool:
         """Return whether a cut fits beside `number` batches of `nbytes`; the learner has yet to settle `awaited`."""
         limits = self._limits
         if number + 2 * batches > WINDOW or (number and nbytes >= limits.window_bytes):
             return False
+        follows = limits.follows_learner and self.learner_steps
+        if not follows and number + batches <= limits.window_batches:
+            return True  # no look at each batch: a worker asks before every fragment
         kept = [shipment.batch.steps for shipment in awaited if not shipment.dropped]
         if not kept:
             return True
-        if limits.follows_learner and self.learner_steps:
+        if follows:
             return self._fits_learner(kept, batches)
         return len(kept) + batches <= limits.window_batches or sum(kept) < limits.window_steps
 
