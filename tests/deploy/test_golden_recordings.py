@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 import headrace
 from headrace.deploy.annexes.recording.recording_folder import RecordingFolder
+from headrace.deploy.annexes.recording.row_reader import episode_table
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.chunks.chunk import EpisodeChunk, to_episode
 from headrace.schemas.chunks.spaces import leaf_values, leaves
@@ -41,7 +42,8 @@ def test_a_recording_of_a_release_gives_its_episodes_equal_to_the_bit(record: Pa
         spaces = stream.module_spaces()
         for chunk in (chunk for batch in stream for chunk in batch):
             chunks.setdefault((chunk.module_id, chunk.episode_id), []).append(chunk)
-        rows = {(row["module"], row["episode_id"]): row for row in stream.episodes().to_pylist()}
+    table = episode_table(record / "recording").to_pylist()
+    rows = {(row["module"], row["episode_id"]): row for row in table}
     read = []
     for (module, _), parts in chunks.items():
         episode, columns = to_episode(parts), dict[str, Any](rewards=None)
