@@ -132,7 +132,7 @@ def joined(tables: Sequence[pa.Table]) -> pa.Table:
 def _tables(batches: Sequence[ChunkBatch]) -> tuple[pa.Table, pa.Table]:
     """Return the steps and the chunks of batches with the same columns."""
     parts = {name: [batch.columns[name] for batch in batches] for name in batches[0].columns}
-    wide = {name for name, own in parts.items() if is_obs_column(name) and own[0].nbytes > _WIDE_BYTES * len(own[0])}
+    wide = [name for name, own in parts.items() if is_obs_column(name) and own[0].nbytes > _WIDE_BYTES * len(own[0])]
     columns = {name: _concatenated(own) for name, own in parts.items() if name not in wide}
     table = _concatenated([batch.table for batch in batches])
     lengths = table["length"].astype(np.int64)
