@@ -89,6 +89,7 @@ compare: $(READY) ## measure beside other libraries, in environments of their ow
 golden: $(READY) ## add to tests/golden/ what a new kind of message or space, a new case of sampling, or a release needs
 	$(BIN)/python tests/golden/golden_samples.py
 	$(BIN)/python tests/golden/golden_fleets.py
+	$(BIN)/python tests/golden/golden_recordings.py
 	$(BIN)/python tests/golden/golden_chunks.py
 
 wheel: $(READY) ## build dist/*.whl and dist/*.tar.gz; a commit has the same bytes each time
