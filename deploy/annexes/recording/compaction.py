@@ -24,12 +24,11 @@ from headrace.deploy.annexes.recording.recording_folder import (
     with_metadata,
     write_parquet,
 )
-from headrace.deploy.annexes.recording.row_tables import joined
 from headrace.schemas.basics.run_files import open_own, sync_folder
 
 MERGE_BYTES = 128 << 20
 MERGE_AGE_S = 600.0
-_GROUP_BYTES = 8 << 20
+_GROUP_BYTES = 64 << 20
 """Bytes of rows in memory that become a row group."""
 
 _Schemas = Mapping[str, pa.Schema]
@@ -148,19 +147,13 @@ def _write_aside(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> P
 
 def _groups(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.Table]:
     """Yield the rows of files in order, as tables of about `_GROUP_BYTES`. Absent columns are null."""
-    held, nbytes = [schema.empty_table()], 0
+    held = [schema.empty_table()]
     for path in paths:
         with pq.ParquetFile(path) as file:
-            whole = sum(file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups))
-            rows = file.metadata.num_rows * _GROUP_BYTES // max(whole, _GROUP_BYTES) + 1
-            for batch in file.iter_batches(rows):
-                held.append(pa.Table.from_batches([batch]))
-                nbytes += batch.nbytes
-                if nbytes >= _GROUP_BYTES:
-                    yield joined(held)
-                    held, nbytes = [schema.empty_table()], 0
-    if nbytes:
-        yield joined(held)
+            held.append(file.read())
+        if sum(table.nbytes for table in held) >= _GROUP_BYTES or path == paths[-1]:
+            yield pa.concat_tables(held, promote_options="default").unify_dictionaries()
+            held = [schema.empty_table()]
 
 
 def _joined_batches(new: Path, run: Mapping[int, _Schemas]) -> pa.Table:

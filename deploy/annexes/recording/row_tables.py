@@ -33,9 +33,6 @@ _OF_CHUNK = ("episode_id", "agent", "module", "slot", "incarnation", "env_index"
 """Columns of a chunk that each of its steps has too."""
 _OF_STEP = (*_OF_CHUNK, "end", "reason", "t")
 _ENDS = pa.array([end.name for end in ChunkEnd])
-_WIDE_BYTES = 1024
-"""Bytes of an observation above which its column is not copied into one array."""
-_Slices = list[NDArray[Any]]
 
 
 def column_of(name: str) -> str:
@@ -71,7 +68,7 @@ def file_tables(batches: Sequence[ChunkBatch]) -> tuple[pa.Table, pa.Table]:
     """
     alike = [list(run) for _, run in groupby(batches, lambda batch: [*batch.columns])]
     steps, chunks = zip(*(_tables(run) for run in alike), strict=True)
-    return joined(steps), joined(chunks)
+    return _joined(steps), _joined(chunks)
 
 
 def batch_table(batches: Sequence[ChunkBatch], files: Sequence[str]) -> pa.Table:
@@ -124,16 +121,13 @@ _BATCHES = pa.schema(
 )
 
 
-def joined(tables: Sequence[pa.Table]) -> pa.Table:
-    """Return the rows of all tables in one. A column that a table lacks is null there."""
+def _joined(tables: Sequence[pa.Table]) -> pa.Table:
     return pa.concat_tables(tables, promote_options="default").unify_dictionaries()
 
 
 def _tables(batches: Sequence[ChunkBatch]) -> tuple[pa.Table, pa.Table]:
     """Return the steps and the chunks of batches with the same columns."""
-    parts = {name: [batch.columns[name] for batch in batches] for name in batches[0].columns}
-    wide = [name for name, own in parts.items() if is_obs_column(name) and own[0].nbytes > _WIDE_BYTES * len(own[0])]
-    columns = {name: _concatenated(own) for name, own in parts.items() if name not in wide}
+    columns = {name: _concatenated([batch.columns[name] for batch in batches]) for name in batches[0].columns}
     table = _concatenated([batch.table for batch in batches])
     lengths = table["length"].astype(np.int64)
     chunk_of = np.repeat(np.arange(len(table)), lengths)
@@ -165,23 +159,7 @@ def _tables(batches: Sequence[ChunkBatch]) -> tuple[pa.Table, pa.Table]:
             chunks.add_lists(name, column, table["lookback"])
         else:
             steps.add(column_of(name), column)
-    for name in wide:
-        rows, finals = _uncopied(parts[name], batches)
-        steps.add(name, rows)
-        chunks.add(FINAL + name, finals, at, ~has_steps)
     return steps.table(), chunks.table()
-
-
-def _uncopied(columns: Sequence[NDArray[Any]], batches: Sequence[ChunkBatch]) -> tuple[_Slices, NDArray[Any]]:
-    """Return the rows of steps as slices of these columns of observations, and the rows after each chunk."""
-    slices, finals = [], []
-    for column, batch in zip(columns, batches, strict=True):
-        lengths = batch.table["length"].astype(np.int64)
-        lengths = lengths[lengths > 0]
-        final = np.cumsum(lengths + 1) - 1
-        slices += [column[stop - length : stop] for length, stop in zip(lengths.tolist(), final.tolist(), strict=True)]
-        finals.append(column[final])
-    return slices or [columns[0][:0]], np.concatenate(finals)
 
 
 def _chunk_columns(batches: Sequence[ChunkBatch], table: NDArray[np.void]) -> dict[str, pa.Array]:
@@ -223,15 +201,10 @@ class _Columns:
         self._forms: dict[str, dict[str, str]] = {}
 
     def add(
-        self,
-        name: str,
-        rows: NDArray[Any] | _Slices,
-        at: NDArray[Any] | None = None,
-        absent: NDArray[Any] | None = None,
+        self, name: str, column: NDArray[Any], at: NDArray[Any] | None = None, absent: NDArray[Any] | None = None
     ) -> None:
-        """Add a column, perhaps in slices; or its rows `at`, and null where `absent`."""
-        column = rows[0] if isinstance(rows, list) else rows
-        self.arrays[name] = pa.chunked_array([*map(_flat, rows)]) if isinstance(rows, list) else _flat(rows)
+        """Add a column; or its rows `at`, and null where `absent`."""
+        self.arrays[name] = _flat(column)
         if at is not None and absent is not None and absent.any():
             self.arrays[name] = self.arrays[name].take(pa.array(at, mask=absent))
         self._note_form(name, column)
