@@ -1,10 +1,10 @@
-"""What a recorder costs a fleet of a fixed rate, and how many bytes a step takes, beside Minari's HDF5.
+"""Measure the cost of a recorder to a fleet of a fixed rate, and the bytes of a step, beside Minari's HDF5.
 
 PYTHONPATH=tests python -m bench.recording [--env cartpole atari] [--seconds 25] [--rounds 2] [--minari] [--json FILE]
 
 Two fleets take turns: one whose learner counts, and one with `headrace record` beside it, for which workers wait. Two
 workers step CartPole 20,000 times a second together, or Breakout, with its frames of 210 x 160 x 3, 400 times: the
-first env of each worker waits for its next step. It takes less than four minutes on a machine with two free cores. A
+first env of each worker waits for its next step. It takes about six minutes on a machine with two free cores. A
 line for each case says the rate with and without the recorder, their ratio, and what the recorder takes of the fleet's
 processor time. A turn of CartPole is long enough for a file that is written by its age. With --minari,
 the recording is exported by `headrace export` after the last turn, and the files of both are counted; it takes longest.

@@ -132,7 +132,7 @@ class WeightsReceiver:
         self._others_until = 0.0
         """The time until which it, or a newer one, is left to that worker."""
         self._progress = 0
-        """What the other worker had written when that time was set."""
+        """Bytes that the other worker had written when that time was set."""
 
     def receive(self, message: WireMessage, now: float) -> None:
         """Handle a WEIGHTS or WEIGHTS_PART message. One that fails its checksums is dropped and logged."""

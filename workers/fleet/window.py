@@ -93,7 +93,7 @@ class Window:
         return self._fit(awaited, len(awaited), sum(shipment.nbytes for shipment in awaited), batches)
 
     def _awaited(self) -> Iterable[Shipment]:
-        """Return the batches that the learner has not settled."""
+        """Iterate over the batches that the learner has not settled."""
         return islice(self._shipments, max(0, self.settled - self.first + 1), None)
 
     def _fit(self, awaited: Iterable[Shipment], number: int, nbytes: int, batches: int) -> bool:
