@@ -384,6 +384,18 @@ def test_a_fleet_keeps_its_failures_and_names_the_command(tmp_path: Path) -> Non
     assert f"{1000 * int(kept.arrays['actions'].sum())}" in debugged.stdout, "it stands in the env's step"
 
 
+@pytest.mark.processes
+def test_an_inline_env_that_ends_its_worker_names_the_setting_that_keeps_its_episode(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    crash = ["--set", "sampling.env_config.kind=segfault", "--set", "supervisor.restart_attempts=0", "--workers", "1"]
+    headrace("up", "--env", ENV, "--until-steps", "100000", "--run-dir", str(run), *crash)
+    assert "SIGSEGV" in (run / "logs" / "supervisor.log").read_text()
+    told = headrace("rerun", str(run))
+    assert told.returncode == ExitCode.CONFIG
+    assert "None is kept of an inline env that ended its worker" in told.stderr
+    assert 'with sampling.env_placement = "process" the next one is' in told.stderr
+
+
 def headrace(*arguments: str, stdin: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace.deploy", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, input=stdin, cwd=cwd)

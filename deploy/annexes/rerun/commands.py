@@ -28,8 +28,9 @@ log = logging.getLogger("headrace.deploy")
 app = typer.Typer()
 
 _WHY_NONE = (
-    "; a worker elsewhere keeps them on its own host. None is kept of an inline env that ended its worker, of an "
-    "external env, or of a native vector, whose envs fail together, unless an env of a sync or async one raised"
+    "; a worker elsewhere keeps them on its own host. None is kept of an inline env that ended its worker, as its "
+    'steps ended with it: with sampling.env_placement = "process" the next one is. None is kept of an external env, '
+    "or of a native vector, whose envs fail together, unless an env of a sync or async one raised"
 )
 
 
