@@ -11,6 +11,20 @@ from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import ConfigError, ConnectorError, HeadraceError, words_of
 
 
+def check_package(user: str, package: str, extra: str, key: str = "") -> None:
+    """Import a package that `user` needs and that `extra` brings.
+
+    Raises `ConfigError`: it is not installed, or it cannot be imported beside the other packages.
+    """
+    try:
+        importlib.import_module(package)
+    except Exception as error:
+        advice = f": pip install 'headrace[{extra}]'"
+        if not (isinstance(error, ModuleNotFoundError) and error.name == package):
+            advice = f", which cannot be imported: {words_of(error)}; install a version that can"
+        raise ConfigError(f"{user} needs {package}{advice}", key=key) from error
+
+
 def load_object(path: str, key: str) -> Any:
     """Import the object at "package.module:attribute". `key` names the setting it came from.
 

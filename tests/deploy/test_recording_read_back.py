@@ -396,8 +396,21 @@ def test_a_run_directory_is_no_folder_for_a_recording(tmp_path: Path) -> None:
         RecordingFolder(tmp_path)
 
 
-def test_without_pyarrow_a_recording_says_what_to_install(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("package", "advice"),
+    [
+        ("raise ModuleNotFoundError(name='pyarrow')", ": pip install 'headrace[record]'"),
+        (
+            "raise ImportError('it wants NumPy 2.0')",
+            ", which cannot be imported: ImportError: it wants NumPy 2.0; install a version that can",
+        ),
+    ],
+    ids=["missing", "broken"],
+)
+def test_without_pyarrow_a_recording_says_what_to_do(tmp_path: Path, package: str, advice: str) -> None:
     (tmp_path / "batches-000001.parquet").touch()
-    script = f"import sys; sys.modules['pyarrow'] = None; import headrace; headrace.EpisodeStream.of({str(tmp_path)!r})"
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert "ConfigError: a recording needs pyarrow: pip install 'headrace[record]'" in told.stderr
+    (tmp_path / "pyarrow.py").write_text(package)
+    script = f"import headrace; headrace.EpisodeStream.of({str(tmp_path)!r})"
+    command = [sys.executable, "-c", script]
+    told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert told.stderr.splitlines()[-1].endswith(f"ConfigError: a recording needs pyarrow{advice}")

@@ -18,6 +18,7 @@ from headrace.schemas.errors import ConfigError, EnvContractError, PortInUseErro
 from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.peers.socket_folder import SocketPlace
 from headrace.schemas.settings.config import FleetConfig, is_loopback
+from headrace.schemas.settings.plugins import check_package
 from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers.agents.env import build_multi_agent_env, gym_spaces_of, spaces_by_agent
 from headrace.workers.config import EnvRunnerConfig, runner_config, socket_dir
@@ -87,7 +88,7 @@ class ServedEnvs:
         spaces = self._multi_agent_spaces(context) if self.several_agents else self._spaces(context)
         token = self._token()
         if self.settings.http_port is not None:
-            _check_http_installed()
+            check_package("HTTP", "httptools", "http", key="serving.http_port")
         if self._at is None:
             self._at, self._http_port = self._places_of(context.worker_index)
         router_port = RouterPort(
@@ -174,13 +175,6 @@ class ServedEnvs:
             if error.errno == errno.EADDRINUSE:
                 raise PortInUseError(f"http://{host}:{port}") from error
             raise ConfigError(f"{host!r} cannot be bound: {error.strerror}", key="serving.host") from error
-
-
-def _check_http_installed() -> None:
-    try:
-        import httptools  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"{error}; pip install 'headrace[http]'", key="serving.http_port") from error
 
 
 class _ServedByPorts(SelfDrivenEnv[Any]):

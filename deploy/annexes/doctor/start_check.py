@@ -7,7 +7,6 @@ and only for a module that may be wrong.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.chunks.spaces import Spaces, leaf_size, leaves
 from headrace.schemas.errors import ConfigError, ModuleError
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.plugins import load_factory, load_object
+from headrace.schemas.settings.plugins import check_package, load_factory, load_object
 from headrace.workers.config import DEFAULT_MODULE, EnvRunnerConfig, runner_config
 from headrace.workers.connectors.pipeline import Pipeline
 from headrace.workers.envs.native.creators import vector_creator
@@ -120,8 +119,8 @@ def _check_sizes(config: FleetConfig, spaces: Spaces) -> None:
 
 def _check_http(config: FleetConfig) -> None:
     asked = config.serving.enabled and config.serving.http_port is not None
-    if asked and config.fleet.workers and importlib.util.find_spec("httptools") is None:
-        raise ConfigError("HTTP needs httptools: pip install 'headrace[http]'", key="serving.http_port")
+    if asked and config.fleet.workers:
+        check_package("HTTP", "httptools", "http", key="serving.http_port")
 
 
 def _check_names(config: FleetConfig, policies: Mapping[str, Policy]) -> None:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.schemas.errors import ConfigError, ExitCode
 from headrace.schemas.settings.config import is_loopback
+from headrace.schemas.settings.plugins import check_package
 
 CONNECT_S = 10.0
 _START = "start one with `ray start --head`, or name the address of its head in ray.address"
@@ -45,6 +46,7 @@ def joined(address: str) -> Iterator[ModuleType]:
     The actors that this process starts end with the connection. Raises what `check_cluster` raises.
     """
     check_cluster(address)
+    check_package("a fleet on Ray", "ray", "ray", key="ray.workers")
     import ray
 
     logging.setLogRecordFactory(logging.LogRecord)  # Ray's own adds a field to each line of our logs

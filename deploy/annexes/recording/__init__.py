@@ -3,14 +3,9 @@
 Needs the extra `record`.
 """
 
-from importlib.util import find_spec
-
-from headrace.schemas.errors import ConfigError
-
-NEEDS_PYARROW = "a recording needs pyarrow: pip install 'headrace[record]'"
+from headrace.schemas.settings.plugins import check_package
 
 
 def check_pyarrow() -> None:
-    """Raise `ConfigError` if pyarrow is not installed."""
-    if find_spec("pyarrow") is None:
-        raise ConfigError(NEEDS_PYARROW)
+    """Raise `ConfigError` if pyarrow cannot be imported."""
+    check_package("a recording", "pyarrow", "record")

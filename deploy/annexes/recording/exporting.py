@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from headrace.deploy.annexes.recording import check_pyarrow
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.errors import ConfigError, RunDirError, is_there, writing
+from headrace.schemas.settings.plugins import check_package
 
 if TYPE_CHECKING:
     from headrace.deploy.annexes.recording.whole_episodes import WholeEpisodes
@@ -56,8 +56,8 @@ def export_recording(recording: str, to: str, out: Path | None, *, module_id: st
         raise ConfigError(f"is not for {to}, which has no time", key="--fps")
     if out is None or is_there(out) or out.is_symlink():
         raise ConfigError("names the folder to make" if out is None else f"{out} exists already", key="--out")
-    if any(find_spec(package) is None for package in target.packages):
-        raise ConfigError(f"{to} is not installed: pip install 'headrace[record,{to}]'", key="--to")
+    for package in target.packages:
+        check_package(to, package, f"record,{to}", key="--to")
     check_recording(recording)
     return _write(recording, target, out, module_id, fps)
 

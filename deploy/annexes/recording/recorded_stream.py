@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import orjson
 
-from headrace.deploy.annexes.recording import NEEDS_PYARROW
+from headrace.deploy.annexes.recording import check_pyarrow
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import format_episode_id
@@ -24,8 +24,9 @@ try:
 
     from headrace.deploy.annexes.recording.recording_folder import batches_before, beside, read_complete, read_metadata
     from headrace.deploy.annexes.recording.row_reader import batches_in, episode_table, spaces_in
-except ImportError as error:
-    raise ConfigError(NEEDS_PYARROW) from error
+except ImportError:
+    check_pyarrow()
+    raise
 
 _SOURCE = ("slot", "incarnation", "seq")
 
