@@ -184,7 +184,8 @@ def test_small_files_are_merged_and_no_kill_shows_a_reader_a_row_twice_or_hides_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The merge is killed at each call that changes the folder, and all readers look before and after each."""
-    batches = [make_batch(seq) for seq in range(1, 7)]
+    needless = [name for name in make_batch(1).columns if "own/" in name and not name.startswith("own/<f4")]
+    batches = [without(make_batch(seq), *needless) for seq in range(1, 7)]
     batches[2] = replace(batches[2], modules=["a/b"])
     batches[3] = without(batches[3], "own/<f4/(3,)", "state_in/()", "lookback/rewards")
     expected = [contents(batch) for batch in batches]
