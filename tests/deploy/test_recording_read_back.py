@@ -110,6 +110,17 @@ def test_a_batch_of_any_dtypes_and_shapes_comes_back_to_the_bit(
     assert not any(column.flags.writeable for column in back.columns.values())
 
 
+@pytest.mark.parametrize("leaf", [("|u1", (80, 80, 4)), ("<f4", (5000,))], ids=str)
+def test_wide_observations_come_back_to_the_bit_before_and_after_a_merge(
+    tmp_path: Path, leaf: tuple[str, tuple[int, ...]]
+) -> None:
+    batches = [make_batch(seq, leaf) for seq in (1, 2)]
+    path = recorded(tmp_path, batches)
+    assert [contents(batch) for batch in read(path)] == [contents(batch) for batch in batches]
+    compaction.compact(path, all_now=True)
+    assert [contents(batch) for batch in read(path)] == [contents(batch) for batch in batches]
+
+
 def test_batches_of_several_forms_and_modules_come_back_in_order(tmp_path: Path) -> None:
     wide = {"logp": np.zeros((sum(LENGTHS), 2), np.float32)}
     narrow = {"logp": np.ones(sum(LENGTHS), np.float32)}

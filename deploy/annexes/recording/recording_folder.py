@@ -35,6 +35,7 @@ NEW = "unmerged"
 _KINDS = ("batches", "chunks", "steps")
 _DIGITS = "[0-9]" * 6
 _OF_FLOATS = ("FLOAT", "DOUBLE")
+_OF_IMAGES = "FIXED_LEN_BYTE_ARRAY"
 _Made = TypeVar("_Made")
 
 
@@ -198,21 +199,23 @@ def with_metadata(table: pa.Table, told: Mapping[str, Any]) -> pa.Table:
 
 
 def parquet_of(table: pa.Table) -> bytes:
-    """Return a table as a Parquet file."""
+    """Return a table as a Parquet file, in a form that costs little: a merge writes its rows again."""
     sink = pa.BufferOutputStream()
-    write_parquet(sink, table.schema, [table])
+    write_parquet(sink, table.schema, [table], compression="lz4")
     content: bytes = sink.getvalue().to_pybytes()
     return content
 
 
-def write_parquet(sink: Any, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
-    """Write tables of a schema as a Parquet file. Each is a row group."""
+def write_parquet(sink: Any, schema: pa.Schema, tables: Iterable[pa.Table], compression: str = "zstd") -> None:
+    """Write tables of a schema as a Parquet file. Each is a row group. Floats and images have no bounds there."""
     leaves = [*_leaves(schema)]
+    words = [path for path, kind in leaves if kind not in (*_OF_FLOATS, _OF_IMAGES)]
     options = {
-        "compression": "zstd",
-        "compression_level": 1,
-        "use_dictionary": [path for path, kind in leaves if kind not in _OF_FLOATS],
+        "compression": compression,
+        "compression_level": 1 if compression == "zstd" else None,
+        "use_dictionary": words,
         "use_byte_stream_split": [path for path, kind in leaves if kind in _OF_FLOATS],
+        "write_statistics": words,
     }
     with pq.ParquetWriter(sink, schema, **options) as writer:
         for table in tables:

@@ -33,6 +33,8 @@ _OF_CHUNK = ("episode_id", "agent", "module", "slot", "incarnation", "env_index"
 """Columns of a chunk that each of its steps has too."""
 _OF_STEP = (*_OF_CHUNK, "end", "reason", "t")
 _ENDS = pa.array([end.name for end in ChunkEnd])
+_COPIED_BYTES = 1 << 14
+"""Bytes of a chunk's observations up to which they are copied into one array with those of other chunks."""
 
 
 def column_of(name: str) -> str:
@@ -127,7 +129,7 @@ def _joined(tables: Sequence[pa.Table]) -> pa.Table:
 
 def _tables(batches: Sequence[ChunkBatch]) -> tuple[pa.Table, pa.Table]:
     """Return the steps and the chunks of batches with the same columns."""
-    columns = {name: _concatenated([batch.columns[name] for batch in batches]) for name in batches[0].columns}
+    parts = {name: [batch.columns[name] for batch in batches] for name in batches[0].columns}
     table = _concatenated([batch.table for batch in batches])
     lengths = table["length"].astype(np.int64)
     chunk_of = np.repeat(np.arange(len(table)), lengths)
@@ -145,21 +147,34 @@ def _tables(batches: Sequence[ChunkBatch]) -> tuple[pa.Table, pa.Table]:
         code = np.where(last, code, 0 if name == "end" else -1)
         steps.arrays[name] = _words(code, chunks.arrays[name].dictionary)
     t = np.arange(len(chunk_of)) + np.repeat(table["t_start"] - stop + lengths, lengths)
-    steps.add(column_of("env_t"), columns.pop("env_t", t))
-    for name, column in columns.items():
+    steps.add(column_of("env_t"), *parts.pop("env_t", [t]))
+    for name, columns in parts.items():
         if is_obs_column(name):
-            final = stop[has_steps] + np.arange(int(has_steps.sum()))
-            keep = np.ones(len(column), np.bool_)
-            keep[final] = False
-            steps.add(name, column[keep])
-            chunks.add(FINAL + name, column[final], at, ~has_steps)
+            rows, finals = _obs_rows(columns, batches)
+            steps.add(name, *rows)
+            chunks.add_some(FINAL + name, finals, at, ~has_steps)
         elif name.startswith(STATE_IN):
-            chunks.add(name, column, at, ~has_steps)
+            chunks.add_some(name, _concatenated(columns), at, ~has_steps)
         elif name.startswith(LOOKBACK):
-            chunks.add_lists(name, column, table["lookback"])
+            chunks.add_lists(name, _concatenated(columns), table["lookback"])
         else:
-            steps.add(column_of(name), column)
+            steps.add(column_of(name), *columns)
     return steps.table(), chunks.table()
+
+
+def _obs_rows(
+    columns: Sequence[NDArray[Any]], batches: Sequence[ChunkBatch]
+) -> tuple[list[NDArray[Any]], NDArray[Any]]:
+    """Return the observations before each step, in one array or in several, and those after each chunk's last step."""
+    rows, finals = [], []
+    for column, batch in zip(columns, batches, strict=True):
+        lengths = batch.table["length"].astype(np.int64)
+        lengths = lengths[lengths > 0]
+        final = np.cumsum(lengths + 1) - 1
+        rows += [column[stop - length : stop] for length, stop in zip(lengths.tolist(), final.tolist(), strict=True)]
+        finals.append(column[final])
+    is_small = sum(column.nbytes for column in columns) <= _COPIED_BYTES * len(rows)
+    return ([np.concatenate(rows or [columns[0][:0]])] if is_small else rows), np.concatenate(finals)
 
 
 def _chunk_columns(batches: Sequence[ChunkBatch], table: NDArray[np.void]) -> dict[str, pa.Array]:
@@ -200,13 +215,15 @@ class _Columns:
         self.arrays = dict(arrays)
         self._forms: dict[str, dict[str, str]] = {}
 
-    def add(
-        self, name: str, column: NDArray[Any], at: NDArray[Any] | None = None, absent: NDArray[Any] | None = None
-    ) -> None:
-        """Add a column; or its rows `at`, and null where `absent`."""
-        self.arrays[name] = _flat(column)
-        if at is not None and absent is not None and absent.any():
-            self.arrays[name] = self.arrays[name].take(pa.array(at, mask=absent))
+    def add(self, name: str, *parts: NDArray[Any]) -> None:
+        """Add a column, whose rows stand in these parts."""
+        self.arrays[name] = pa.chunked_array([*map(_flat, parts)])
+        self._note_form(name, parts[0])
+
+    def add_some(self, name: str, column: NDArray[Any], at: NDArray[Any], absent: NDArray[Any]) -> None:
+        """Add the rows `at` of a column, and null where `absent`."""
+        rows = _flat(column)
+        self.arrays[name] = rows.take(pa.array(at, mask=absent)) if absent.any() else rows
         self._note_form(name, column)
 
     def add_lists(self, name: str, column: NDArray[Any], counts: NDArray[Any]) -> None:
