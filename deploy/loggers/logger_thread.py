@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 from collections import deque
@@ -14,7 +13,7 @@ from headrace.deploy.loggers.row_files import FileLogger, JsonlFile
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import ConfigError, words_of
 from headrace.schemas.settings.config import LoggingSection
-from headrace.schemas.settings.plugins import load_object
+from headrace.schemas.settings.plugins import check_package, load_object
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -107,19 +106,10 @@ def open_loggers(section: LoggingSection, run: RunInfo) -> list[LoggerThread]:
 
 
 def _load(name: str) -> Callable[[RunInfo], Logger]:
-    found: Callable[[RunInfo], Logger]
-    if name not in BUILT_IN:
-        found = load_object(name, "logging.loggers")
-        return found
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        advice = f"install it (pip install 'headrace[{name}]'), or leave {name} out"
-        raise ConfigError(
-            f"the package {name} cannot be imported ({error}); {advice}", key="logging.loggers"
-        ) from error
-    module = importlib.import_module(f"headrace.deploy.annexes.loggers.{name}_logger")
-    found = getattr(module, BUILT_IN[name])
+    if name in BUILT_IN:
+        check_package(f"the logger {name}", name, name, key="logging.loggers")
+        name = f"headrace.deploy.annexes.loggers.{name}_logger:{BUILT_IN[name]}"
+    found: Callable[[RunInfo], Logger] = load_object(name, "logging.loggers")
     return found
 
 
