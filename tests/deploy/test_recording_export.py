@@ -270,7 +270,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, any_target: list[str
 def test_a_missing_package_and_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording = make_recording(tmp_path / "recording", SPACES["discrete"], Played(3))
     monkeypatch.setitem(sys.modules, "minari", None)
-    with pytest.raises(ConfigError, match=r"minari needs minari: pip install 'headrace\[record,minari\]'"):
+    with pytest.raises(ConfigError, match=r"export to minari needs minari: pip install 'headrace\[record,minari\]'"):
         export(recording, "minari", tmp_path / "mine-v0")
     command = [sys.executable, "-m", "headrace.deploy", "export", str(recording), "--to", "rlds", "--out", "out"]
     told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, cwd=tmp_path)

@@ -57,7 +57,7 @@ def export_recording(recording: str, to: str, out: Path | None, *, module_id: st
     if out is None or is_there(out) or out.is_symlink():
         raise ConfigError("names the folder to make" if out is None else f"{out} exists already", key="--out")
     for package in target.packages:
-        check_package(to, package, f"record,{to}", key="--to")
+        check_package(f"the export to {to}", package, f"record,{to}", key="--to")
     check_recording(recording)
     return _write(recording, target, out, module_id, fps)
 
