@@ -202,6 +202,8 @@ class EpisodeStream:
         self._published = self._newest_published()
         """The newest version that this process published to each broker, as of the last look."""
         self._stall = StallDetector([broker.session for broker in self._brokers], self._turns, self.rank)
+        self._counted_to = 0.0
+        """The time up to which waits for a batch were counted."""
         self._want_window()
         connection.enroll(self)
         self._join(connect_timeout_s)
@@ -289,7 +291,7 @@ class EpisodeStream:
                 is_last = now >= deadline or self._is_over
                 if is_last or now >= noted + _NOTE_WAIT_S:
                     with self._lock:
-                        self._note_wait(now - noted, count)
+                        self._note_wait(noted, now, count)
                     noted = now
                 if is_last:
                     break
@@ -303,8 +305,12 @@ class EpisodeStream:
         for broker in self._brokers:
             broker.link.check()
 
-    def _note_wait(self, waited_s: float, count: int) -> None:
-        """Note that no round came for `waited_s`: because of other ranks, or else of the workers."""
+    def _note_wait(self, since: float, now: float, count: int) -> None:
+        """Note that no round came from `since` to `now`: because of other ranks, or else of the workers.
+
+        What another thread waited at the same time was counted already.
+        """
+        waited_s, self._counted_to = max(0.0, now - max(since, self._counted_to)), now
         if self._rounds is not None:
             if self._rounds.waits_for():
                 return

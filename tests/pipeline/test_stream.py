@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -643,6 +644,20 @@ def test_a_wait_says_for_whom(
     assert stream.next(1.2) is None
     assert "no batch for 1 s: waiting for a first worker" in caplog.text
     assert stall_detector.StallDetector([], rank=1).whom() == "waiting for the next round of rank 0"
+
+
+def test_threads_that_wait_together_count_their_wait_once(
+    open_stream: OpenStream, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stall_detector, "SAY_WAITING_S", 1.0)
+    stream, began = open_stream(), time.monotonic()
+    threads = [threading.Thread(target=stream.next, args=(2.0,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    told = [int(seconds) for seconds in re.findall(r"no batch for (\d+) s", caplog.text)]
+    assert max(told) <= round(time.monotonic() - began)
 
 
 def test_the_wait_for_a_worker_ends_with_the_fleet(open_stream: OpenStream, monkeypatch: pytest.MonkeyPatch) -> None:
