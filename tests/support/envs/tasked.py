@@ -14,7 +14,8 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
+from headrace import workers  # a runner needs torch, and processes of envs start sooner without it
+from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.vector_env import VectorEnv
 from headrace.workers.external import ExternalEnv, ExternalMultiAgentEnv
 from headrace.workers.external.self_driven import SelfDrivenEnv
@@ -187,8 +188,8 @@ class Pair:
 def runner(env: Any = Taught, worker_index: int = 0, **settings: Any) -> Any:
     """Return a runner of these envs, with a seed."""
     several = env in (Pair, AskingPair, f"{__name__}:Pair")
-    kind: Any = MultiAgentEnvRunner if several else SingleAgentEnvRunner
-    policies = {"policies": {"one": {}}} if kind is MultiAgentEnvRunner else {}
+    kind: Any = workers.MultiAgentEnvRunner if several else workers.SingleAgentEnvRunner
+    policies: dict[str, Any] = {"policies": {"one": {}}} if several else {}
     config = EnvRunnerConfig(
         env=env, **{"num_envs": 3, "seed": 5, "rollout_fragment_length": 8, **policies, **settings}
     )

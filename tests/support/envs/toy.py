@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
 
-from headrace.workers import EnvContext, EnvRunnerConfig, SingleAgentEnvRunner
+from headrace import workers  # a runner needs torch, and processes of envs start sooner without it
+from headrace.workers import EnvContext, EnvRunnerConfig
 from support.envs.counting import Counting
+
+if TYPE_CHECKING:
+    from headrace.workers import SingleAgentEnvRunner
 
 
 class Walk(Counting):
@@ -66,7 +70,7 @@ def runner(env: Any = Counting, worker_index: int = 0, **settings: Any) -> Singl
     incarnation, run_uid = settings.pop("incarnation", 0), settings.pop("run_uid", "test")
     settings = {"seed": 7, **settings}
     config = EnvRunnerConfig(env=env, **settings)
-    return SingleAgentEnvRunner(config, worker_index, incarnation=incarnation, run_uid=run_uid)
+    return workers.SingleAgentEnvRunner(config, worker_index, incarnation=incarnation, run_uid=run_uid)
 
 
 def check_books(sampler: SingleAgentEnvRunner) -> None:

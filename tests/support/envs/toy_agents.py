@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
 
-from headrace.workers import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner
+from headrace import workers  # a runner needs torch, and processes of envs start sooner without it
+from headrace.workers import EnvRunnerConfig, MultiAgentEnv
+
+if TYPE_CHECKING:
+    from headrace.workers import MultiAgentEnvRunner
 
 BOX: Any = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 CHOICE: Any = gym.spaces.Discrete(3)
@@ -129,7 +133,7 @@ def multi_runner(env: Any = Together, worker_index: int = 0, **settings: Any) ->
     incarnation, run_uid = settings.pop("incarnation", 0), settings.pop("run_uid", "test")
     settings = {"seed": 7, "policies": {"shared": None}, **settings}
     config = EnvRunnerConfig(env=env, **settings)
-    return MultiAgentEnvRunner(config, worker_index, incarnation=incarnation, run_uid=run_uid)
+    return workers.MultiAgentEnvRunner(config, worker_index, incarnation=incarnation, run_uid=run_uid)
 
 
 def check_books(sampler: MultiAgentEnvRunner) -> None:
