@@ -17,6 +17,7 @@ ARMS = {f"{arm.name} {arm.env}": arm for arm in arms() if not arm.name.endswith(
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.thorough
+@pytest.mark.timeout(3600)  # SB3 on Pendulum trained for over 15 minutes on two busy cores
 @pytest.mark.parametrize("arm", ARMS.values(), ids=ARMS)
 def test_an_env_is_learned_and_the_books_balance_though_a_process_is_killed(arm: Arm) -> None:
     if importlib.util.find_spec(arm.needs) is None:
