@@ -165,6 +165,7 @@ def _fresh_environment(folder: Path, package: Path, *how: str) -> tuple[Path, Pa
     return python, site
 
 
+@pytest.mark.thorough
 def test_type_checkers_follow_an_editable_install(source: Path, tmp_path: Path) -> None:
     """From a script elsewhere: mypy asks the interpreter for its path, and Pyright reads the paths in .pth files."""
     python, site = _fresh_environment(tmp_path / "fresh", source, "--no-build-isolation", "--editable")
