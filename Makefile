@@ -48,8 +48,8 @@ $(LONG): $(READY)
 	@$(PIP) install -c constraints.txt -e ".[long]"
 	@touch $@
 
-test-long: $(LONG) ## all tests, and one round of all benches
-	$(PYTEST) $(PYTEST_FLAGS)
+test-long: $(LONG) ## the tests that `make test` leaves out, and one round of all benches
+	$(PYTEST) -m thorough $(PYTEST_FLAGS)
 	$(BIN)/python tests/bench/run.py --quick
 
 fuzz: $(READY) ## lie for MINUTES=10 to broker, learner, worker, policy server, a whole fleet

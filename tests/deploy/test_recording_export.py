@@ -96,6 +96,7 @@ def test_episodes_are_joined_of_chunks_among_others(tmp_path: Path) -> None:
     assert episodes.in_words() == LEFT_OUT
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", SPACES)
 def test_minari_loads_the_episodes(tmp_path: Path, kind: str) -> None:
     minari = pytest.importorskip("minari", reason="pip install 'headrace[minari]'")
@@ -118,6 +119,7 @@ def test_minari_loads_the_episodes(tmp_path: Path, kind: str) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine-v0", "recording"]
 
 
+@pytest.mark.thorough
 def test_minari_refuses_names_that_it_cannot_hold(tmp_path: Path) -> None:
     pytest.importorskip("minari", reason="pip install 'headrace[minari]'")
     slashed = Dict(spaces={"a/b": ARM})
@@ -130,6 +132,7 @@ def test_minari_refuses_names_that_it_cannot_hold(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["recording"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", SPACES)
 def test_datasets_loads_a_row_for_each_step(tmp_path: Path, kind: str) -> None:
     datasets = pytest.importorskip("datasets", reason="pip install 'headrace[hf]'")
@@ -158,6 +161,7 @@ def test_datasets_loads_a_row_for_each_step(tmp_path: Path, kind: str) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "recording"]
 
 
+@pytest.mark.thorough
 def test_datasets_refuses_shapes_that_it_cannot_hold(tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="pip install 'headrace[hf]'")
     recording = make_recording(tmp_path / "recording", (Box(shape=(0,), dtype="<f4"), ARM), Played(3))
@@ -165,6 +169,7 @@ def test_datasets_refuses_shapes_that_it_cannot_hold(tmp_path: Path) -> None:
         export(recording, "hf", tmp_path / "out")
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # lerobot calls what numpy and torchvision deprecate
 @pytest.mark.parametrize("kind", SPACES)
 def test_lerobot_loads_frames_and_videos(tmp_path: Path, kind: str) -> None:
@@ -211,6 +216,7 @@ def check_pictures(values: list[Any], column: Any) -> None:
         assert np.argmin([np.abs(value - picture).mean() for picture in pictures]) == step
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("to", TARGETS)
 def test_a_recording_without_a_whole_episode_leaves_nothing(tmp_path: Path, to: str) -> None:
     if any(find_spec(package) is None for package in TARGETS[to].packages):

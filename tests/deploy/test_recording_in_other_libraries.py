@@ -61,6 +61,7 @@ def check_steps(rows: list[dict[str, Any]]) -> None:
     assert len(rows) == sum(episode.steps for episode in ALL)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("recording")
 def test_duckdb_reads_each_step_and_answers_the_questions_of_the_guide() -> None:
     duckdb = pytest.importorskip("duckdb", reason="pip install 'headrace[long]'")
@@ -77,6 +78,7 @@ def test_duckdb_reads_each_step_and_answers_the_questions_of_the_guide() -> None
     assert aborted == [("env_exception", 1)]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("recording")
 def test_polars_reads_each_step() -> None:
     polars = pytest.importorskip("polars", reason="pip install 'headrace[long]'")
