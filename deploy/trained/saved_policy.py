@@ -108,8 +108,9 @@ def load_policy(
     - seed: of sampled actions.
     - allow: code that a config.json may name, as "my_pkg:make_env".
 
-    The config names code that is built here: env, module, connectors. What a config.json names is built if it is
-    Headrace's own, if your own `headrace up` wrote that file, or if you allow or name it.
+    The policy acts on the `sampling.device` of the config. The config names code that is built here: env, module,
+    connectors. What a config.json names is built if it is Headrace's own, if your own `headrace up` wrote that file, or
+    if you allow or name it.
 
     Raises `CheckpointError`, `RunDirError`, `RedisUnavailableError`, `ConfigError`, `EnvError`, `ModuleError` and
     `ConnectorError`.

@@ -12,8 +12,10 @@ import numpy as np
 import orjson
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from headrace.deploy import load_policy
+from headrace.deploy.command.cli import app
 from headrace.deploy.run.checkpoint_facts import TrainingCounts, counts_of, mean_return_of
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.learner_stub import LearnerState, save_policy
@@ -167,6 +169,19 @@ def test_a_missing_or_unfitting_checkpoint_gives_a_typed_error(tmp_path: Path) -
         load_policy(tmp_path, which="first")  # type: ignore[arg-type]
     with pytest.raises(ModuleError, match=r"of another policy than headrace\.workers\.modules:actor_critic"):
         load_policy(tmp_path, settings={"module.config": {"hidden": [8]}})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_policy_of_a_gpu_is_refused_where_there_is_none_and_can_be_exported(tmp_path: Path) -> None:
+    save_run(tmp_path)
+    config = orjson.loads((tmp_path / "config.json").read_bytes())
+    config["sampling"]["device"] = "cuda"
+    (tmp_path / "config.json").write_bytes(orjson.dumps(config))
+    with pytest.raises(ConfigError, match=r"sampling\.device: 'cuda' cannot be used here: torch .*'cpu'"):
+        load_policy(tmp_path)
+    assert load_policy(tmp_path, settings={"sampling.device": "auto"}).act(SEEN[0]) in (0, 1)
+    written = CliRunner().invoke(app, ["export", str(tmp_path), "--to", str(tmp_path / "policy.pt")])
+    assert written.exit_code == 0, written.output
 
 
 def test_a_run_without_a_checkpoint_or_redis_gives_an_error_with_advice(tmp_path: Path) -> None:

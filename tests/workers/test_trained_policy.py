@@ -34,6 +34,7 @@ from headrace.workers.policy.module_protocol import weights_bounded
 from headrace.workers.trained.trained_policy import TrainedPolicy
 from support.raw_zmtp import memory_of
 from support.runners.recurrent import LSTM, REMEMBERING
+from support.runners.stand_in_device import Counts, stand_in
 
 OLD_TORCH = torch.__version__ < "2.10"  # as versions, which torch compares
 """It writes .pt2 and .onnx of few modules."""
@@ -100,8 +101,8 @@ def policy_of(config: EnvRunnerConfig, runner: SingleAgentEnvRunner, **options: 
 def equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, tuple):
-        return all(map(equal, one, other))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
     return bool(np.allclose(one, other, 1e-4, 1e-4))
 
 
@@ -250,6 +251,27 @@ def test_agents_are_played_by_their_own_policies_with_their_own_memory() -> None
         policy.act(np.zeros(4, np.float32))
     with pytest.raises(ModuleError, match="this fleet's modules are"):
         _ = policy.module
+
+
+@pytest.mark.parametrize("kind", ["masked", "remembering"])
+def test_a_policy_acts_on_the_device_of_its_config(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env, settings = KINDS[kind]
+    config, runner = trained(env, **settings)
+    seen = [batch_of(env, 3) for _ in range(4)]
+    path = tmp_path / "policy.pt"
+    with runner:
+        here = policy_of(config, runner, seed=1)
+        with stand_in(monkeypatch) as device:
+            there = policy_of(config.model_copy(update={"device": "cuda"}), runner, seed=1)
+            acted = [there.act(seen[0], explore=True)]
+            device.take()
+            acted += [there.act(batch, explore=True) for batch in seen[1:]]
+            assert device.take() == Counts(there=3, back=3, waits=3)
+            if kind == "masked":
+                there.export(path)
+            assert {tensor.device.type for tensor in there.module.state_dict().values()} == {"meta"}
+    assert equal(acted, [here.act(batch, explore=True) for batch in seen])
+    assert path.exists() == (kind == "masked")
 
 
 EXPORTS = [("statistics", ".pt"), ("flattened", ".pt2"), ("pictures", ".pt"), ("choices", ".pt2"), ("bounded", ".onnx")]

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import Dict, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
 from headrace.schemas.errors import ModuleError, PolicyCallError, which_module_error
+from headrace.workers.annex_parts import part
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors, split_states
 from headrace.workers.envs.actions import action_root, to_env_form
 from headrace.workers.envs.bounds import holds, whole_array
 from headrace.workers.envs.observations import Observations
+from headrace.workers.policy.acting_device import ActingDevice
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.module_protocol import build_module, weights_bounded
 from headrace.workers.policy.module_weights import weights_by_module, write_weights
@@ -39,7 +41,8 @@ class TrainedPolicy:
         policy.reset()
         action = policy.act(observation)
 
-    Connectors are frozen, so the same calls always give the same actions. One thread at a time may call it.
+    Connectors are frozen, so the same calls always give the same actions. One thread at a time may call it. Modules
+    act on the `device` of the config.
 
     - spaces: module id -> both spaces of its envs, as data.
     - agents: ids of the env's possible agents; empty where there is only one.
@@ -60,8 +63,9 @@ class TrainedPolicy:
         """Build the modules for `spaces` and give them `arrays`: weights and connector state, as they are published.
 
         A module without weights in `arrays` acts as it was built. `seed` decides sampled actions. Raises `ConfigError`,
-        `ModuleError` and `ConnectorError`.
+        also for a device that is not there, `ModuleError` and `ConnectorError`.
         """
+        self._device: ActingDevice | None = None if config.device == "cpu" else part("open_device")(config.device)
         several = config if config.is_multi_agent else config.model_copy(update={"policies": [next(iter(spaces))]})
         self._env = config.env
         self._policies = Policies.of(several)
@@ -75,6 +79,8 @@ class TrainedPolicy:
         for module_id in spaces:
             weights, self._states[module_id] = split_states(own.get(module_id, {}))
             self.modules[module_id] = self._build(module_id, weights)
+            if self._device is not None:
+                self.modules[module_id].to(self._device.place)
         self._players: dict[_Key, _Player] = {}
         self._checks_masks = True
 
@@ -183,9 +189,11 @@ class TrainedPolicy:
         module_id = self._module_of(None, module_id)
         reference = self.with_own_memory()
         reference._checks_masks = False  # it is called with random observations
+        if self._device is not None:
+            reference._device, reference.modules = None, copy.deepcopy(self.modules)
         return export_policy(
             Path(path),
-            self.modules[module_id],
+            reference.modules[module_id].cpu(),
             self._connectors(module_id),
             self.spaces[module_id],
             lambda observation: reference.act(observation, module_id=module_id),
@@ -204,7 +212,8 @@ class TrainedPolicy:
         player = self._players.get((agent, module_id))
         if player is None or (player.rows != rows and not player.remembers):
             connectors = self._connectors(module_id, rows, agent)
-            player = _Player(module_id, self.modules[module_id], self.spaces[module_id], connectors, self._streams)
+            module, spaces = self.modules[module_id], self.spaces[module_id]
+            player = _Player(module_id, module, spaces, connectors, self._streams, self._device)
             self._players[agent, module_id] = player
         if player.rows != rows:
             raise PolicyCallError(
@@ -227,12 +236,13 @@ class _Player:
         env_spaces: Spaces,
         connectors: VectorConnectors,
         streams: Callable[[int], Iterator[np.random.Generator]],
+        device: ActingDevice | None,
     ) -> None:
         self._connectors = connectors
         self.rows = rows = len(next(iter(connectors.columns.values())))
         noise = ActionNoise(lambda _: streams(rows), in_step=True)
         self._acting = ActingModule(module_id, env_spaces, connectors, noise)
-        self._acting.use(module, lambda: 0)
+        self._acting.use(module, lambda: 0, device)
         self.remembers = self._acting.remembers or connectors.first_not_exportable is not None
         """True if an action may depend on earlier observations."""
         self._begun = np.zeros(rows, bool)

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
@@ -253,7 +254,8 @@ def export(
         say(part("export_recording")(run, str(to), out, module_id=module_id, fps=fps))
         return
     with no_exit_from(EnvError, "the env or the module"):
-        policy = build_policy(resolve_policy(run, asked, which=checkpoint.value))
+        found = resolve_policy(run, asked, which=checkpoint.value)
+        policy = build_policy(replace(found, config=found.config.replaced({"sampling.device": "cpu"})))
         written = policy.export_file(to, module_id)
     with ignore_closed_reader(sys.stdout):
         typer.echo(f"{written.path}: {policy.source}\n{written.in_words()}")
