@@ -310,7 +310,8 @@ class EpisodeStream:
 
         What another thread waited at the same time was counted already.
         """
-        waited_s, self._counted_to = max(0.0, now - max(since, self._counted_to)), now
+        counted_to = max(since, self._counted_to)
+        waited_s, self._counted_to = max(0.0, now - counted_to), max(now, counted_to)
         if self._rounds is not None:
             if self._rounds.waits_for():
                 return
