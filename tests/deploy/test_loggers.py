@@ -150,7 +150,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
 
 
 def test_a_package_that_cannot_be_imported_gives_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of wandb beside a NumPy that is too new for it, for instance."""
+    """wandb cannot be imported, for instance, beside a NumPy that is too new for it."""
     (tmp_path / "wandb.py").write_text("import numpy\nnumpy.float_")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)

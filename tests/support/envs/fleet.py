@@ -19,12 +19,12 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
 
 from headrace.schemas.errors import ExitCode
 
@@ -159,6 +159,8 @@ def _be_strict() -> None:
 
 
 def _change_the_process() -> None:
+    import torch  # here, so that processes of other envs start without it
+
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(7)
     torch.set_grad_enabled(False)
@@ -239,10 +241,10 @@ WORSE: dict[str, Callable[[], Any]] = {
     "wants too much memory": lambda: np.empty(1 << 60),
     "replaces functions": _replace_functions,
     "wants all descriptors": _want_all_descriptors,
-    "takes torch's default device": lambda: torch.set_default_device("meta"),
+    "takes torch's default device": lambda: import_module("torch").set_default_device("meta"),
     "forgets modules": lambda: [sys.modules.pop(name) for name in list(sys.modules) if name.startswith("headrace.")],
     "stops the clock": lambda: setattr(time, "time", lambda: 0.0),
-    "leaves torch's modes": lambda: torch.inference_mode(True).__enter__(),
+    "leaves torch's modes": lambda: import_module("torch").inference_mode(True).__enter__(),
     "sees a write fail": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY)),
 }
 """What a worker may end by where several are in one process. The fleet goes on, and its books are exact."""

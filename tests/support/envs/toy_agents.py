@@ -61,7 +61,7 @@ class Together(MultiAgentEnv):
 
 
 class Schedule(MultiAgentEnv):
-    """Who is observed, rewarded and done is drawn anew in every step; `truth` has what each agent did and got.
+    """Draws in every step which agents are observed, rewarded and done; `truth` has what each agent did and got.
 
     Observation: (env step, agent, number of the agent's observation). Truncated agents always get their last one.
     """
