@@ -133,17 +133,17 @@ class RunningFleet:
             self._view = None
 
     def steps(self) -> int:
-        """Env steps the broker has accepted, as Redis has them; 0 while it does not answer."""
+        """Return the agent steps that the broker has accepted, as Redis has them; 0 while it does not answer."""
         snapshot = self.snapshot()
         return snapshot.totals.get("accepted_agent_steps_total", 0) if snapshot else 0
 
     def steps_of_envs(self) -> int:
-        """Env steps, as Redis has them; 0 while it does not answer."""
+        """Return the env steps, as Redis has them; 0 while it does not answer."""
         snapshot = self.snapshot()
         return snapshot.totals.get("env_steps_total", 0) if snapshot else 0
 
     def wait_for_steps(self, count: int) -> None:
-        """Wait until the broker has accepted more than `count` steps from now on, as Redis has them."""
+        """Wait until the broker has accepted more than `count` agent steps from now on, as Redis has them."""
         before = self.steps()
         self.wait_until(lambda: self.steps() > before + count, f"{count:,} steps more")
 
