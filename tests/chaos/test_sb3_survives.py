@@ -60,6 +60,7 @@ def test_sac_trains_on_all_that_a_fleet_commits_though_a_worker_is_killed(tmp_pa
     assert model._n_updates == (model.num_timesteps - model.learning_starts) // 8
 
 
+@pytest.mark.thorough
 def test_ppo_trains_on_all_that_a_fleet_commits_though_a_worker_is_killed(tmp_path: Path) -> None:
     model = PPO("MlpPolicy", "CartPole-v1", n_steps=512, n_epochs=2, device="cpu")
     before = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}

@@ -154,6 +154,7 @@ def test_a_teacher_adds_doors_that_all_envs_of_its_fleet_get(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_teacher_that_replays_levels_teaches_the_first_ones_sooner_than_equal_draws(tmp_path: Path) -> None:
     command = [sys.executable, "level_replay.py", str(tmp_path / "run"), "--steps", "21000"]
     done = subprocess.run(command, cwd=EXAMPLES_FOLDER, capture_output=True, text=True, timeout=240)

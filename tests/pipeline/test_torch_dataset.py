@@ -190,6 +190,7 @@ def test_a_loader_settles_no_batch_before_its_user_has_asked_for_a_later_one(
     assert shipped - rest <= set(items[:-1])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("killed", [0, 1])
 def test_the_next_loader_gets_what_a_killed_worker_process_had(
     broker: BrokerThread, stack: ExitStack, start_feeder: StartFeeder, tmp_path: Path, killed: int
