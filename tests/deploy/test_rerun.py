@@ -345,6 +345,28 @@ def test_a_folder_keeps_the_newest_failures_in_bounded_bytes(tmp_path: Path, mon
         read_failure(tmp_path, "../../secret")
 
 
+@pytest.mark.parametrize("bound", ["files", "bytes"])
+def test_an_env_that_fails_all_the_time_leaves_the_failures_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    told, arrays = some_facts(tmp_path), {"rewards": np.zeros(1000)}
+    if bound == "files":
+        monkeypatch.setattr(failure_files, "MOST_FILES", 11)
+    else:
+        monkeypatch.setattr(failure_files, "MOST_BYTES", 100_000)
+    workers = [KeptFailures(tmp_path, slot, 0) for slot in range(2)]
+    workers[0].put(told, arrays)
+    for lane in (0, 1, 1, 2, 2, *[0] * 20):
+        workers[1].put(told.model_copy(update={"lane": lane}), arrays)
+    rare, frequent = ["0-0-1", "1-0-2", "1-0-3", "1-0-4", "1-0-5"], [f"1-0-{number}" for number in range(20, 26)]
+    assert sorted(failures_of(tmp_path)) == sorted([*rare, *frequent])
+    next_life = KeptFailures(tmp_path, 1, 1)
+    for _ in range(30):
+        next_life.put(told, arrays)
+    assert {"0-0-1", "1-1-30"} < {*failures_of(tmp_path)}, "the one of the other worker, and the newest"
+    assert len(next_life._lanes) <= 11
+
+
 def some_facts(folder: Path) -> FailureFacts:
     return failed(config_of("raise"), folder / "other", 1)[0].facts
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,9 +27,9 @@ from headrace.schemas.frames.safetensors import decode_safetensors, encode_safet
 
 FOLDER = "failures"
 MOST_FILES = 100
-"""The newest failures of a folder, which are kept."""
+"""The most failures of a folder; see `_remove_oldest`."""
 MOST_BYTES = 256 << 20
-"""The most bytes of a folder's failures; the oldest go first. One failure has an eighth of it at the most."""
+"""The most bytes of a folder's failures. One failure has an eighth of it at the most."""
 _SUFFIX = ".failure"
 _METADATA = "failure"
 _NAME = re.compile(r"\d+-\d+-\d+")
@@ -70,15 +71,19 @@ class KeptFailure:
     arrays: Mapping[str, NDArray[Any]]
 
 
-def write_failure(run_dir: Path, kept: KeptFailure) -> str:
-    """Write a failure, and return the command that repeats it; "" if it cannot be. Raises `OSError`, `EncodeError`."""
+def write_failure(run_dir: Path, kept: KeptFailure, lanes: dict[str, int]) -> str:
+    """Write a failure, and return the command that repeats it; "" if it cannot be. Raises `OSError`, `EncodeError`.
+
+    `lanes` has the lane of each failure that the worker's life has written, by name.
+    """
     folder, facts, arrays = run_dir / FOLDER, kept.facts, kept.arrays
     if sum(array.nbytes for array in arrays.values()) > MOST_BYTES // 8:
         facts, arrays = facts.model_copy(update={"problem": f"its steps take more than {MOST_BYTES >> 23} MiB"}), {}
     content = b"".join(encode_safetensors(arrays, {_METADATA: facts.model_dump_json()}))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     replace_private(folder / f"{kept.name}{_SUFFIX}", content, sync=False)
-    _remove_oldest(folder)
+    lanes[kept.name] = facts.lane
+    _remove_oldest(folder, lanes)
     return "" if facts.problem else rerun_command(run_dir, kept.name)
 
 
@@ -125,9 +130,22 @@ def _newest_first(folder: Path) -> list[tuple[int, Path]]:
     return [(size, path) for _, size, path in sorted(found, reverse=True)]
 
 
-def _remove_oldest(folder: Path) -> None:
-    total = 0
-    for number, (size, path) in enumerate(_newest_first(folder)):
-        total += size
-        if number >= MOST_FILES or total > MOST_BYTES:
-            path.unlink(missing_ok=True)
+def _remove_oldest(folder: Path, lanes: dict[str, int]) -> None:
+    """Remove what is beyond the bounds: each time the oldest failure of the env that has the most. The newest stays.
+
+    So an env that fails all the time does not drive out the one failure of another. Failures that other lives of
+    workers wrote count as those of one env for each worker.
+    """
+    newest, *found = _newest_first(folder)
+    total = newest[0] + sum(size for size, _ in found)
+    while len(found) >= MOST_FILES or total > MOST_BYTES:
+        envs = [(path.stem.partition("-")[0], lanes.get(path.stem)) for _, path in found]
+        taken: Counter[tuple[str, int | None]] = Counter()
+        for env, (size, _) in zip(envs, found, strict=True):
+            taken[env] += size if total > MOST_BYTES else 1
+        most = max(taken.values())
+        size, path = found.pop(max(at for at, env in enumerate(envs) if taken[env] == most))
+        total -= size
+        path.unlink(missing_ok=True)
+    for name in lanes.keys() - {path.stem for _, path in (newest, *found)}:
+        del lanes[name]

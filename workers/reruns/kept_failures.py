@@ -30,6 +30,7 @@ class KeptFailures:
         self._run_dir = run_dir
         self._life = f"{slot}-{incarnation}"
         self._count = 0
+        self._lanes: dict[str, int] = {}
         self._vector_seed: int | None = None
         self._has_failed = False
 
@@ -45,7 +46,7 @@ class KeptFailures:
         self._count += 1
         name = f"{self._life}-{self._count}"
         try:
-            return write_failure(self._run_dir, KeptFailure(name, facts, arrays))
+            return write_failure(self._run_dir, KeptFailure(name, facts, arrays), self._lanes)
         except (OSError, EncodeError) as error:
             if not self._has_failed:
                 log.warning("failures of envs cannot be kept in %s: %s", self._run_dir, error)
