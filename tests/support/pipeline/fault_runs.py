@@ -56,7 +56,7 @@ def brief(life: Iterable[EpisodeChunk]) -> list[Any]:
 
 
 def check_alike(found: list[Any], expected: list[Any]) -> None:
-    """Both lives are the same, as far as the shorter one goes, which is far enough."""
-    shorter = min(len(found), len(expected))
+    """Both lives are the same up to the last chunk of the shorter one, which a drain may have cut."""
+    shorter = min(len(found), len(expected)) - 1
     assert shorter * 8 >= ENOUGH // 2
     assert found[:shorter] == expected[:shorter]
