@@ -136,9 +136,9 @@ def _remove_oldest(folder: Path, lanes: dict[str, int]) -> None:
     So an env that fails all the time does not drive out the one failure of another. Failures that other lives of
     workers wrote count as those of one env for each worker.
     """
-    newest, *found = _newest_first(folder)
-    total = newest[0] + sum(size for size, _ in found)
-    while len(found) >= MOST_FILES or total > MOST_BYTES:
+    all_found = _newest_first(folder)  # none where someone has emptied the folder
+    total, found = sum(size for size, _ in all_found), all_found[1:]
+    while len(found) >= MOST_FILES or (found and total > MOST_BYTES):
         envs = [(path.stem.partition("-")[0], lanes.get(path.stem)) for _, path in found]
         taken: Counter[tuple[str, int | None]] = Counter()
         for env, (size, _) in zip(envs, found, strict=True):
@@ -147,5 +147,5 @@ def _remove_oldest(folder: Path, lanes: dict[str, int]) -> None:
         size, path = found.pop(max(at for at, env in enumerate(envs) if taken[env] == most))
         total -= size
         path.unlink(missing_ok=True)
-    for name in lanes.keys() - {path.stem for _, path in (newest, *found)}:
+    for name in lanes.keys() - {path.stem for _, path in (*all_found[:1], *found)}:
         del lanes[name]
