@@ -37,7 +37,7 @@ def ignore_closed_reader(stream: TextIO) -> Iterator[None]:
     to a terminal: a live table erases what it has drawn, and where two threads draw it erases lines of the log.
     """
     try:
-        with _terminal if stream.isatty() else nullcontext():
+        with _terminal if _is_terminal(stream) else nullcontext():
             yield
     except BrokenPipeError:
         _send_nowhere(stream)
@@ -59,6 +59,14 @@ def say(line: str, stream: TextIO | None = None) -> None:
     except (AttributeError, TypeError, ValueError):  # an env has closed it, or put an object in its place
         with suppress(OSError):
             os.write(2 if stream is sys.stderr else 1, f"{line}\n".encode(errors="replace"))
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """Return whether a stream writes to a terminal. That of a live display of rich before 15 denies it itself."""
+    try:
+        return os.isatty(stream.fileno())
+    except (AttributeError, OSError, TypeError, ValueError):
+        return False
 
 
 def _send_nowhere(stream: TextIO) -> None:
