@@ -335,6 +335,8 @@ UNREADABLE = """up --resume loop, up --run-dir loop/run, worker --run-dir loop/r
 
 @pytest.mark.parametrize("line", UNREADABLE.split(","))
 def test_a_path_that_cannot_be_read_is_not_said_to_be_missing(line: str, tmp_path: Path) -> None:
+    if "replay" in line:
+        pytest.importorskip("pyarrow", exc_type=ImportError)
     (tmp_path / "loop").symlink_to("loop")
     result = headrace(*line.split(), cwd=tmp_path)
     code = ExitCode.CONFIG if "--config" in line else ExitCode.RUN_DIR

@@ -151,7 +151,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
 
 def test_a_package_that_cannot_be_imported_gives_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """wandb cannot be imported, for instance, beside a NumPy that is too new for it."""
-    (tmp_path / "wandb.py").write_text("import numpy\nnumpy.float_")
+    (tmp_path / "wandb.py").write_text("import numpy\nnumpy.gone")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ConfigError, match="the logger wandb needs wandb, which cannot be imported: AttributeError"):

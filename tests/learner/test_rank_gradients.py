@@ -68,7 +68,7 @@ def test_the_gradient_of_two_ranks_is_that_of_one_process_with_their_batches(
     found = []
     for ranks in ([batches], [[batches[number] for number in share] for share in shares]):
         processes.spawn(save_gradients, (ranks, str(tmp_path)), nprocs=len(ranks))
-        found += [torch.load(tmp_path / f"{len(ranks)}-{rank}.pt") for rank in range(len(ranks))]
+        found += [torch.load(tmp_path / f"{len(ranks)}-{rank}.pt", weights_only=True) for rank in range(len(ranks))]
     (steps, alone), *others = found
     assert steps == 24
     assert all(gradient.abs().max() > 1e-4 for gradient in alone.values())
