@@ -40,9 +40,18 @@ def _start(start_feeder: StartFeeder, broker: BrokerThread, workers: int, first:
 
 
 def _under_way(feeders: list[Feeder]) -> int:
-    """Steps cut and not settled, once all wait for the learner."""
-    wait_until(lambda: all(feeder.blocked and not feeder.session.unaccepted() for feeder in feeders), "full windows")
-    return sum(batch.steps for feeder in feeders for batch in feeder.session.window())
+    """Steps cut and not settled, once all wait for the learner.
+
+    A feeder remains `blocked` for the moment between the news that a batch is settled and its next batch.
+    """
+
+    def full() -> list[int] | None:
+        steps = [batch.steps for feeder in feeders for batch in feeder.session.window()]
+        sessions = [feeder.session for feeder in feeders if feeder.blocked]
+        waits = len(sessions) == len(feeders) and not any(each.has_room() or each.unaccepted() for each in sessions)
+        return steps if waits else None
+
+    return sum(wait_until(full, "full windows"))
 
 
 @pytest.mark.parametrize(("workers", "update"), [(1, 200), (2, 200), (5, 200), (3, 1000)])
