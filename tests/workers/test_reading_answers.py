@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from types import FrameType
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from headrace import workers
 from headrace.workers.envs import sequential_step
 from headrace.workers.envs.sequential_step import MANY, read_each, read_together
+from headrace.workers.metrics import timers
 from support.envs.toy import runner
 
 MOST_CALLS = 50
@@ -112,7 +114,9 @@ def _calls(width: int) -> int:
 
 
 @pytest.mark.parametrize("width", [1, MANY, 8 * MANY])
-def test_a_poll_calls_no_function_for_each_env_and_few_in_all(width: int) -> None:
+def test_a_poll_calls_no_function_for_each_env_and_few_in_all(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow polls are timed, which takes more calls; on a busy machine all are slow."""
+    monkeypatch.setattr(timers, "SLOW_S", math.inf)
     assert _calls(width) <= MOST_CALLS
 
 
