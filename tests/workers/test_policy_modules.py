@@ -33,6 +33,8 @@ from support.envs.toy import Counting, runner
 from support.runners.recurrent import LSTM
 
 WITH = "^with weights version 7 of learner epoch 1"
+FLOAT8_E8M0FNU = getattr(torch, "float8_e8m0fnu", torch.bfloat16)
+"""A dtype of numbers beyond those of float16. Torch has it from 2.7 on."""
 ACTIONS = [
     gym.spaces.Discrete(4, start=2),
     gym.spaces.MultiDiscrete([2, 3, 4], start=[0, 1, 2]),
@@ -689,7 +691,7 @@ def test_every_choice_of_a_discrete_space_and_no_other_is_inside_it(width: int, 
         (torch.float8_e4m3fn, np.array([1e9, 0.0], np.float32), False),
         (torch.float8_e4m3fn, np.array([0.3, 0.0], np.float32), False),
         (torch.float8_e4m3fn, torch.tensor([5e4, 0.0]).to(torch.float8_e5m2), False),
-        (torch.float16, torch.tensor([1e30, 1.0]).to(torch.float8_e8m0fnu), False),
+        (torch.float16, torch.tensor([1e30, 1.0]).to(FLOAT8_E8M0FNU), False),
         (torch.float32, torch.zeros(2, device="meta"), False),
         (torch.int64, torch.zeros(2, dtype=torch.int64, device="meta"), False),
         (torch.float32, torch.tensor([1.0, 2.0]).to_sparse(), False),
