@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,9 @@ def _sound(chunks: Any) -> int:
 def test_after_ctrl_c_in_a_step_the_next_samples_are_sound_and_no_env_is_blamed(kind: str, tmp_path: Path) -> None:
     told = {"length": 20, "pid": os.getpid(), "once": str(tmp_path / "interrupted")}
     with runner(**KINDS[kind], num_envs=4, env_config=told) as sampler:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as raised:
             sampler.sample(num_timesteps=4000)
+        traceback.clear_frames(raised.tb)  # else Python 3.14 may warn later of the buffer of a message to an env
         assert sum(_sound(sampler.sample(num_timesteps=80)) for _ in range(4)) >= 320
         assert sampler.totals.env_failures == 0
         check_books(sampler)
