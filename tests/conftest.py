@@ -30,6 +30,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Several tests run at once. Threads of BLAS would take the processors from each other, and each process starts some.
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else torch 2.4 starts processes that it never ends
 
 # Tests start many processes of Headrace. Each of them would compile all modules, if none may keep what it has compiled.
 sys.dont_write_bytecode = False
