@@ -9,6 +9,7 @@ else over a new one.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import sys
 import time
@@ -21,12 +22,14 @@ from torch.utils.data import DataLoader
 
 from headrace import StreamDataset, WeightPublisher
 from support.pipeline.rank_process import told
+from support.waiting import TIMEOUT_S
 
 _TRAINING_S = 0.02
 _IDLE_S = 2.0
 
 
 def main(run_dir: str, file: str, given: str) -> None:
+    faulthandler.dump_traceback_later(0.75 * TIMEOUT_S)  # so that a test which waits in vain shows where it hangs
     options = orjson.loads(given)
     hold = options.pop("hold")
     dataset = StreamDataset(run_dir, convert=told, batch_timeout_s=_IDLE_S)
