@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from headrace.schemas.basics.bounds import Version
@@ -39,6 +40,7 @@ MODULES = "modules/"
 CONNECTORS = "connectors/"
 """Prefix of connector state that goes with weights: "connectors/env_to_module/0.MeanStd/obs/count"."""
 
+Digest = xxhash.xxh3_128 | hashlib.blake2b
 T = TypeVar("T")
 
 Shapes = Mapping[str, Sequence[int]]
@@ -189,27 +191,28 @@ def merge_received(header: WeightsHeader, digest: str, whole: Arrays, part: Arra
     return arrays
 
 
-def weights_digest(arrays: Arrays) -> str:
-    """Return blake2b-128 over names, dtypes, shapes and bytes, in the order of names: 32 hexadecimal digits."""
-    hasher = new_digest()
-    deque(take_digest(arrays, hasher), maxlen=0)
+def weights_digest(arrays: Arrays, hasher: Digest | None = None) -> str:
+    """Return xxh3-128 over names, dtypes, shapes and bytes, in the order of names: 32 hexadecimal digits."""
+    hasher = hasher or xxhash.xxh3_128()
+    deque(take_digest(arrays, hasher, dict.fromkeys(arrays, 0)), maxlen=0)
     return hasher.hexdigest()
 
 
-def new_digest() -> hashlib.blake2b:
-    """Return the hash that gives a digest of weights, once `take_digest` has ended."""
-    return hashlib.blake2b(digest_size=16)
+def has_digest(arrays: Arrays, digest: str) -> bool:
+    """Return whether `digest` is that of `arrays`. Learners of wire 1.0 give blake2b-128 of the same bytes."""
+    earlier = hashlib.blake2b(digest_size=16)
+    return digest == weights_digest(arrays) or digest == weights_digest(arrays, earlier)
 
 
-def take_digest(arrays: Arrays, hasher: hashlib.blake2b) -> Iterator[tuple[str, int]]:
-    """Hash arrays that may still be arriving. Yield (name, how many of its bytes must be there) before each step."""
+def take_digest(arrays: Arrays, hasher: Digest, starts: Mapping[str, int]) -> Iterator[int]:
+    """Hash arrays that may still be arriving. Yield before each step how many of all bytes must be there."""
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
         code = array.dtype.names[0] if array.dtype.names else array.dtype.str
         hasher.update(f"{name}\0{code}\0{array.shape}\0".encode())
         data: Any = array.reshape(-1).view(np.uint8)
         for at in range(0, len(data), _STEP_BYTES):
-            yield name, min(at + _STEP_BYTES, len(data))
+            yield starts[name] + min(at + _STEP_BYTES, len(data))
             hasher.update(data[at : at + _STEP_BYTES])
 
 
@@ -255,11 +258,11 @@ def read_weights(message: WireMessage) -> tuple[WeightsHeader, Arrays]:
     """
     header = read(WeightsHeader, message.header)
     if message.arrays and not header.base:
-        check_digest(header, weights_digest(message.arrays))
+        check_digest(header, message.arrays)
     return header, message.arrays
 
 
-def check_digest(header: WeightsHeader, digest: str) -> None:
-    """Raise `DecodeError` unless `digest`, that of the arrays which came, is the header's."""
-    if digest != header.digest:
+def check_digest(header: WeightsHeader, arrays: Arrays) -> None:
+    """Raise `DecodeError` unless the header's digest is that of the arrays which came."""
+    if not has_digest(arrays, header.digest):
         raise DecodeError("weights_digest", f"weights {header.version} do not match their digest")

@@ -31,7 +31,7 @@ class WeightsHeader(Message):
     fleet_id: ChosenName
     version: Version
     digest: str
-    """blake2b-128 over names, dtypes, shapes and bytes of the tensors, in hexadecimal."""
+    """That of `weights_digest`, over names, dtypes, shapes and bytes of the tensors."""
     base: str = Field(default="", max_length=32)
     """The digest of another version: the message has the tensors that differ from it, and `digest` is of the whole.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from numpy.typing import NDArray
 
 from headrace.broker.files.state_file import Endpoints
@@ -953,16 +953,16 @@ def test_a_version_is_copied_digested_and_sent_once_and_checked_once_by_each_pro
     nbytes = given["w"].nbytes
     before = publisher.publish(state(0.0, size))
     arrived(publisher)
-    checksum, blake2b, write = wire._checksum, hashlib.blake2b, weights_file.NewFile.put
+    checksum, xxh3, write = wire._checksum, xxhash.xxh3_128, weights_file.NewFile.put
 
     def checked(payload: Sequence[Buffer]) -> int:
         counts["checked"] += sum(map(len, payload)) // nbytes
         return checksum(payload)
 
     class Digest:
-        def __init__(self, *args: Any, **options: Any) -> None:
-            self._hasher = blake2b(*args, **options)
-            self.digest, self.hexdigest = self._hasher.digest, self._hasher.hexdigest
+        def __init__(self) -> None:
+            self._hasher = xxh3()
+            self.hexdigest = self._hasher.hexdigest
 
         def update(self, part: Any) -> None:
             counts["digested"] += memoryview(part).nbytes
@@ -978,7 +978,7 @@ def test_a_version_is_copied_digested_and_sent_once_and_checked_once_by_each_pro
 
     send = BrokerLink.send
     monkeypatch.setattr(wire, "_checksum", checked)
-    monkeypatch.setattr(hashlib, "blake2b", Digest)
+    monkeypatch.setattr(xxhash, "xxh3_128", Digest)
     monkeypatch.setattr(weights_file.NewFile, "put", written)
     monkeypatch.setattr(BrokerLink, "send", sent)
     worker, module = SharedWeights(FLEET), torch.nn.Module()

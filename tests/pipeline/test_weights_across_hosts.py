@@ -26,7 +26,7 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode, encode
 from headrace.schemas.messages import WeightsHeader, read, shared_weights
 from headrace.schemas.messages.shared_weights import SharedWeights
-from headrace.schemas.messages.weights import encode_weights, new_digest, weights_digest
+from headrace.schemas.messages.weights import encode_weights, has_digest, weights_digest
 from headrace.schemas.messages.weights_messages import PIECE_BYTES
 from headrace.workers.fleet.weights import PULL_RETRY_S, SEEK_S, ArrivingWeights, OwnMemory, WeightsReceiver
 from support.fleets.machines import Machines
@@ -197,8 +197,16 @@ def test_a_version_with_a_changed_byte_is_refused(place: float) -> None:
 
 def test_a_digest_is_of_all_bytes_of_an_array() -> None:
     array = np.arange(400_000.0)
-    expected = hashlib.blake2b(b"w\0<f8\0(400000,)\0" + array.tobytes(), digest_size=16).hexdigest()
-    assert weights_digest({"w": array}) == expected
+    told = b"w\0<f8\0(400000,)\0" + array.tobytes()
+    assert weights_digest({"w": array}) == xxhash.xxh3_128_hexdigest(told)
+    assert has_digest({"w": array}, hashlib.blake2b(told, digest_size=16).hexdigest()), "of a learner of wire 1.0"
+
+
+def test_a_version_with_the_digest_of_an_earlier_learner_is_taken() -> None:
+    frames = encode_weights(FLEET, (1, 1), state(1.0), weights_digest(state(1.0), hashlib.blake2b(digest_size=16)))
+    arriving = ArrivingWeights((1, 1), [len(frame) for frame in frames], OwnMemory([len(frame) for frame in frames]))
+    arriving.add(b"".join(frames))
+    assert arriving.message is not None
 
 
 def test_a_version_with_the_digest_of_another_is_refused() -> None:
@@ -225,7 +233,7 @@ def test_the_last_piece_leaves_two_pieces_to_hash_and_none_to_copy(
         def __getattr__(self, name: str) -> Any:
             return getattr(self._plain, name)
 
-    write, digest, checksum, whole = os.pwrite, new_digest, xxhash.xxh3_64, xxhash.xxh3_64_intdigest
+    write, digest, checksum, whole = os.pwrite, xxhash.xxh3_128, xxhash.xxh3_64, xxhash.xxh3_64_intdigest
 
     def written(descriptor: int, part: Buffer, start: int) -> int:
         counts["written"] += len(part)
@@ -236,8 +244,7 @@ def test_the_last_piece_leaves_two_pieces_to_hash_and_none_to_copy(
         return whole(part)
 
     relay, receiver = held((1, 1), 1.0), WeightsReceiver(FLEET, SharedWeights(FLEET))
-    for module in ("schemas.messages", "workers.fleet"):
-        monkeypatch.setattr(f"headrace.{module}.weights.new_digest", lambda: Counted(digest(), "digest"))
+    monkeypatch.setattr(xxhash, "xxh3_128", lambda: Counted(digest(), "digest"))
     monkeypatch.setattr(xxhash, "xxh3_64", lambda: Counted(checksum(), "checksum"))
     monkeypatch.setattr(xxhash, "xxh3_64_intdigest", hashed_whole)
     monkeypatch.setattr(os, "pwrite", written)
