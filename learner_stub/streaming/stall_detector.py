@@ -79,6 +79,8 @@ class StallDetector:
             return "waiting for the broker"
         if not workers:
             return "waiting for a first worker"
+        if not any(session.spaces for session in self._sessions):
+            return f"the envs of {workers} workers are not ready"
         if self._no_weights:
             return f"{workers} workers wait for first weights; call weights.publish(...) before you ask for a batch"
         waiting_for = told[0].waiting_for

@@ -263,10 +263,12 @@ def test_a_wait_asks_for_a_larger_window_once_a_second_while_a_worker_waits_for_
 def test_a_wait_for_workers_without_weights_names_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
     session = LearnerSession("token", StreamLimits())
     session.state, stall = LearnerSessionState.ACTIVE, StallDetector([session])
-    for published, workers in (((1, 1), 2), ((0, 0), 0), ((0, 0), 2)):
+    told = {"default_policy": SPACES}
+    for published, workers, spaces in (((1, 1), 2, told), ((0, 0), 0, {}), ((0, 0), 2, {}), ((0, 0), 2, told)):
         assert "publish" not in caplog.text
-        session.status = Status(epoch=1, workers=workers, published=published)
+        session.status, session.spaces = Status(epoch=1, workers=workers, published=published), spaces
         stall.add_wait(10.0)
+    assert "the envs of 2 workers are not ready" in caplog.text
     assert "2 workers wait for first weights; call weights.publish(...) before" in caplog.text
 
 
