@@ -21,6 +21,7 @@ from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.consumer_groups import GroupBooks, GroupRow
+from headrace.schemas.accounts.ledger import FleetLedger
 from headrace.schemas.basics.bounds import OTHER_TASKS
 from headrace.schemas.errors import ConfigError
 from support.terminal_screen import OnTerminal
@@ -166,6 +167,14 @@ def test_tasks_stand_in_the_head_the_newest_first() -> None:
 )
 def test_a_figure_is_told_in_its_unit(value: object, unit: str, text: str) -> None:
     assert as_text(value, unit) == text
+
+
+def test_the_ledger_adds_up_where_steps_are_not_for_the_learner() -> None:
+    books = FleetLedger(stepped=100, committed=(60, 1), queued=8, discarded={"frozen": 30, "env_hang": 2})
+    shown = fleet_state(Facts(1000.0, Snapshot(fleet_id="demo", fleet=books)), [])
+    printed = text_of(screen(shown, {}, 160, 40))
+    assert "100 = committed 60 (60.0 %) + queued 8 + lost 2 + not for the learner 30\n" in printed
+    assert "undelivered  frozen 30, env_hang 2" in printed
 
 
 def test_small_charts_show_the_newest_values() -> None:

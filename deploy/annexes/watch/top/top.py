@@ -188,8 +188,10 @@ def _ledger(document: Document) -> Iterator[Text]:
     stepped = books["stepped"]
     share = f" ({100 * books['committed'] / stepped:.1f} %)" if stepped else ""
     line = Text("ledger       ", style="dim")
+    kept = books["undelivered"] - books["lost"]
     line.append(
-        f"{stepped:,} = committed {books['committed']:,}{share} + queued {books['queued']:,} + lost {books['lost']:,}",
+        f"{stepped:,} = committed {books['committed']:,}{share} + queued {books['queued']:,} + lost {books['lost']:,}"
+        + (f" + not for the learner {kept:,}" if kept else ""),
         style="default",
     )
     if books["balance"]:
@@ -197,7 +199,7 @@ def _ledger(document: Document) -> Iterator[Text]:
     yield line
     if books["losses"]:
         losses = ", ".join(f"{one['reason']} {one['agent_steps']:,}" for one in books["losses"])
-        yield Text(_line(f"lost         {losses}"), style="yellow")
+        yield Text(_line(f"{'undelivered' if kept else 'lost':<13}{losses}"), style="yellow")
 
 
 def _shares(document: Document) -> Iterator[Text]:
