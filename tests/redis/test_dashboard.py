@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.routing import Route
 
 from headrace.broker.reports.report import MergeScript, Part, Report
-from headrace.deploy.annexes.watch.page.app import ASSETS, SCRIPTS, Hub, states_of
+from headrace.deploy.annexes.watch.exporter.metrics_text import metrics_text
+from headrace.deploy.annexes.watch.page.app import ASSETS, SCRIPTS, Hub, make_app, states_of
+from headrace.deploy.monitoring.facts import Facts
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.peers.http_hosts import BY_PROGRAM
 from support.dashboards import Dashboard, States, ask
@@ -134,6 +140,20 @@ def test_a_viewer_gets_the_last_state_although_the_end_comes_while_it_is_sent_th
     assert b"the last" in last
     assert not between
     assert end.startswith(b"event: end")
+
+
+def test_the_page_serves_the_metrics_of_the_exporter_while_redis_is_away() -> None:
+    stopped = ProcessState(name="supervisor", role="supervisor", pid=1, state="stopped")
+    facts = Facts(1000.0, Snapshot(fleet_id="f"), redis_error="refused", processes={"supervisor": stopped})
+
+    async def look() -> bytes:
+        hub = Hub()
+        hub.publish("a state", facts)
+        route = next(route for route in make_app(hub).routes if getattr(route, "path", "") == "/metrics")
+        assert isinstance(route, Route)
+        return bytes((await route.endpoint(Request({"type": "http", "headers": []}))).body)
+
+    assert asyncio.run(look()) == metrics_text({"f": facts})[0]
 
 
 def test_viewers_share_the_memory_of_a_state() -> None:

@@ -151,7 +151,7 @@ def make_app(hub: Hub) -> Starlette:
     async def metrics(request: Request) -> Response:
         await hub.newer_than(0, _FIRST_S)
         facts = hub.facts
-        found = {} if facts is None else {facts.snapshot.fleet_id: None if facts.redis_error else facts}
+        found = {} if facts is None else {facts.snapshot.fleet_id: facts}
         text, kind = await run_in_threadpool(metrics_text, found, request.headers.get("accept", ""))
         return Response(text, headers={"content-type": kind})
 
