@@ -19,6 +19,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from redis.exceptions import RedisError
 
@@ -247,6 +248,8 @@ class RedisReporter:
         self._write_lifetime(last=closing)
         if not saved_read:
             saved = read_saved_state(self._client, self._fleet_id)
+            if math.isinf(self._budget.due):
+                saved = replace(saved, weights=None)
             self._mirror.know_counters(name for counters in saved.counters.values() for name in counters)
             with self._news:
                 self._saved, self._saved_read = saved, True

@@ -169,3 +169,13 @@ def test_without_a_budget_redis_gets_no_weights(url: str, fleet_id: str, shelf: 
     reporter.offer_weights((1, 1), [b"weights"])
     assert reporter.close(30.0)
     assert shelf.version() is None
+
+
+def test_without_a_budget_a_start_takes_no_weights_from_redis(url: str, fleet_id: str, shelf: RedisBlob) -> None:
+    shelf.store((1, 1), [b"weights"])
+    for weights_per_hour, found in ((PIECE_BYTES, True), (0, False)):
+        reporter = RedisReporter(url, fleet_id, weights_per_hour=weights_per_hour)
+        saved = reporter.take_saved(30.0)
+        assert reporter.close(30.0)
+        assert saved is not None
+        assert (saved.weights is not None) == found
