@@ -222,6 +222,22 @@ def test_restarts_by_role_add_up_over_supervisors_and_a_flushed_redis(url: str, 
     assert f'headrace_restarts_total{{fleet="{fleet_id}",role="worker"}} 4.0' in shown
 
 
+def test_workers_are_wanted_as_configured_or_as_asked_for_since_also_on_ray(tmp_path: Path) -> None:
+    facts = Facts(
+        START, Snapshot(fleet_id="f"), config=FleetConfig.model_validate({"fleet": {"workers": 2}}), run_dir=tmp_path
+    )
+
+    def wanted() -> tuple[Any, bool]:
+        shown = fleet_state(facts, [])["fleet"]["workers_wanted"]
+        return shown, f'headrace_workers_wanted{{fleet="f"}} {shown}.0' in metrics_text({"f": facts})[0].decode()
+
+    assert wanted() == (2, True)
+    (tmp_path / "workers.json").write_bytes(b'{"workers":8}')
+    assert wanted() == (8, True)
+    (tmp_path / "ray.json").write_bytes(b'{"workers":3}')
+    assert wanted() == (11, True)
+
+
 def test_a_worker_from_elsewhere_shows_the_usage_that_it_tells_and_an_own_one_what_its_supervisor_sees() -> None:
     told = {"cpu_share": 0.25, "rss_bytes": 1000}
     own = ProcessState(name="worker-0", role="worker", slot=0, pid=7, rss_bytes=5000)

@@ -15,6 +15,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder
 
+from headrace.deploy.annexes.watch.state.fleet_state import workers_wanted
 from headrace.deploy.monitoring.facts import Facts, ProcessState
 from headrace.deploy.monitoring.finding_kinds import KINDS
 from headrace.deploy.monitoring.findings import find
@@ -51,7 +52,7 @@ _OF_LEASE = {
     "committed_unix_s": ("learner_committed_timestamp_seconds", "seconds: unix time of the learner's last commit"),
 }
 _QUEUED = ("queued_agent_steps", "agent steps: taken and neither committed nor dropped nor discarded")
-_WORKERS_WANTED = ("workers_wanted", "workers: that this fleet's configuration asks for on the supervisor's machine")
+_WORKERS_WANTED = ("workers_wanted", "workers: that configuration or `headrace scale` ask for, here and on Ray")
 _DISK_FREE = ("disk_free_bytes", "bytes: free on the disk of the run directory")
 _POLICY = ("policy_return", "return: of the newest agents that this policy played. statistic is mean, min or max")
 _POLICY_LENGTH = ("policy_len", "agent steps: of the same agents' episodes. statistic is as of policy_return")
@@ -137,8 +138,8 @@ def _add_fleet(families: _Families, facts: Facts | None, labels: Mapping[str, st
     if facts.learner_row is not None and "unix_s" in snapshot.gauges:
         for name, figure in sorted(facts.learner_row.values.items()):
             _add_own(families, _LEARNER_FIGURE, figure, {**labels, "name": name})
-    if facts.config is not None:
-        _add_own(families, _WORKERS_WANTED, facts.config.fleet.workers, labels)
+    if (wanted := workers_wanted(facts)) is not None:
+        _add_own(families, _WORKERS_WANTED, wanted, labels)
     if facts.disk_free_bytes is not None:
         _add_own(families, _DISK_FREE, facts.disk_free_bytes, labels)
     for process in facts.processes.values():

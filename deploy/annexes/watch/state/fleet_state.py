@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headrace.deploy.annexes.watch.state.shown_figures import columns_of, tiles_of
+from headrace.deploy.fleet.scale import asked_workers
 from headrace.deploy.monitoring.bottleneck import find_bottleneck
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding, find, verdict
@@ -45,6 +46,7 @@ from headrace.schemas.accounts.redis_keys import unlabelled
 from headrace.schemas.basics.bounds import OTHER_TASKS
 from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import RedisUnavailableError
+from headrace.schemas.settings.config import MOST_WORKERS_ON_RAY
 
 Document = dict[str, Any]
 
@@ -254,7 +256,7 @@ def _fleet(facts: Facts) -> Document:
         "id": snapshot.fleet_id,
         "env": snapshot.env or (config.sampling.env if config is not None else ""),
         "version": snapshot.version,
-        "workers_wanted": config.fleet.workers if config is not None else None,
+        "workers_wanted": workers_wanted(facts),
         "state": supervisor.state if supervisor is not None else "",
         "started_unix_s": supervisor.started_unix_s if supervisor is not None else None,
         "reported_unix_s": snapshot.reported_unix_s,
@@ -262,6 +264,15 @@ def _fleet(facts: Facts) -> Document:
         "run_dir": str(facts.run_dir) if facts.run_dir is not None else "",
         "endpoints": dict(facts.endpoints),
     }
+
+
+def workers_wanted(facts: Facts) -> int | None:
+    """Return how many workers the supervisor keeps here and on Ray: as configured, or as was asked for since."""
+    if facts.config is None:
+        return None
+    folder, files = facts.run_dir, ("workers.json", "ray.json")
+    asked, on_ray = (asked_workers(folder, name, MOST_WORKERS_ON_RAY) if folder else None for name in files)
+    return (facts.config.fleet.workers if asked is None else asked) + (on_ray or 0)
 
 
 def _redis(facts: Facts, slow: SlowFacts) -> Document:
