@@ -174,6 +174,14 @@ def test_what_is_no_task_is_refused_by_a_sentence_before_anything_is_read(task: 
         evaluate(Asked(), task=["{}"], watch=True, **options)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("render", Path("a.mp4")), ("explore", True), ("episodes", 50), ("as_json", True)]
+)
+def test_what_an_evaluation_in_training_does_not_do_is_refused(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"--{option.removeprefix('as_')}: is not for --watch"):
+        evaluate(Asked(), watch=True, **{"run": "nowhere", "explore": False, "as_json": False, option: value})
+
+
 def test_the_command_gives_a_result_for_each_task(tmp_path: Path) -> None:
     """CartPole draws its first state between `low` and `high`: far out it falls at once."""
     save_run(tmp_path)

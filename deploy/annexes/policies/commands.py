@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # torch takes a second or two
 log = logging.getLogger("headrace.deploy")
 app = typer.Typer()
 
-_NICENESS = 10
+_EPISODES, _NICENESS = 100, 10
 
 
 class CheckpointChoice(StrEnum):
@@ -72,13 +72,14 @@ def evaluate(
     asked: Asked,
     *,
     run: Run,
-    episodes: Annotated[int, typer.Option("--episodes", min=1, help="Whole episodes to play.")] = 100,
+    episodes: Annotated[int, typer.Option("--episodes", min=1, help="Whole episodes to play.")] = _EPISODES,
     checkpoint: Checkpoint = CheckpointChoice.NEWEST,
     num_envs: Annotated[
         int | None, typer.Option("--num-envs", min=1, help="Environments stepped together; default: as in training.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", min=0, help="Of the episodes; default 0. A seed repeats its episodes.")
+        int | None,
+        typer.Option("--seed", min=0, help="Of the episodes; default 0, with --watch the run's. A seed repeats them."),
     ] = None,
     task: Annotated[
         list[str] | None, typer.Option("--task", metavar="JSON", help="A task for the envs; several: a result each.")
@@ -103,8 +104,10 @@ def evaluate(
     """
     tasks: list[dict[str, Any] | None] = [_read_task(text) for text in task or ()] or [None]
     if watch:
-        if task:
-            raise ConfigError("is not for --watch; leave one of them out", key="--task")
+        kinds = {"--task": task, "--render": render, "--explore": explore, "--json": as_json}
+        kinds |= {"--episodes": episodes != _EPISODES, "--checkpoint": checkpoint != CheckpointChoice.NEWEST}
+        if given := [option for option, value in kinds.items() if value]:
+            raise ConfigError("is not for --watch; leave one of them out", key=given[0])
         _watch(asked, run, num_envs=num_envs, seed=seed)
         return
     from headrace.deploy.annexes.policies.episode_video import EpisodeVideo
