@@ -41,7 +41,7 @@ def init(
     folder: Annotated[Path, typer.Option("--dir", help="Folder for the key files; made if need be.")] = Path("keys"),
     force: Annotated[bool, typer.Option("--force", help="Replace the keys that are there.")] = False,
 ) -> None:
-    """Make key pairs for broker, workers, learner and supervisor.
+    """Make a key pair for each role, and http.token.
 
     Tells what to copy to which machine. A peer with a .secret file has its role.
     """

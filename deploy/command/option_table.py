@@ -68,7 +68,7 @@ TABLE: Mapping[str, Row] = {
         "redis.url",
         str,
         "--redis-url",
-        "redis://..., rediss://..., or a file that has it; without it the fleet starts its own.",
+        "redis://..., rediss://..., or a file that has it; without it `headrace up` starts one.",
     ),
     "listen": _row(
         "broker.host",

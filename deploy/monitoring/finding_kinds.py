@@ -68,7 +68,7 @@ class Observation:
 KINDS = (
     FindingKind("supervisor_gone", "error", 0, "", "headrace up --resume RUN"),
     FindingKind("redis_away", "error", 2, "redis.url", "Start Redis, or free its memory."),
-    FindingKind("redis_garbage", "warning", 0, "", "Find it: headrace redis keys FLEET lists the keys."),
+    FindingKind("redis_garbage", "warning", 0, "", "Find it: redis-cli --scan lists the keys."),
     FindingKind("disk_full", "error", 0, "fleet.run_dir", "Free some room."),
     FindingKind("process_stopped", "error", 0, "broker.lease_s", "kill -CONT PID"),
     FindingKind("process_restarting", "warning", 0, "supervisor.restart_attempts", "Read its log."),

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from headrace.schemas import errors
 from headrace.schemas.errors import ExitCode, HeadraceError
+from headrace.schemas.errors.wire import REFUSAL_EXIT_CODES
+
+_OF_REFUSALS = {
+    errors.RefusedError: {ExitCode.PROTOCOL, *REFUSAL_EXIT_CODES.values()}
+    - {ExitCode.FENCED},
+    errors.FencedError: (ExitCode.FENCED,),
+    errors.KeysRefusedError: (ExitCode.KEYS,),
+}
 
 
 def exit_codes_as_markdown() -> str:
@@ -16,7 +24,8 @@ def exit_codes_as_markdown() -> str:
             and issubclass(kind, HeadraceError)
             and kind is not HeadraceError
         ):
-            kinds.setdefault(int(kind.exit_code), []).append(f"`{name}`")
+            for code in _OF_REFUSALS.get(kind, (kind.exit_code,)):
+                kinds.setdefault(int(code), []).append(f"`{name}`")
     rows = [
         f"| {int(code)} | `{code.name}` | {', '.join(kinds.get(int(code), []))} |"
         for code in ExitCode

@@ -202,7 +202,7 @@ WEIGHTS_BLOB = Key(
     "expires unless the pointer was flipped to it",
     example="0/0 (bytes)",
     when="before the pointer",
-    expires="after some seconds, unless the pointer was flipped to it",
+    expires="after some minutes, unless the pointer was flipped to it",
 )
 CHECKPOINT_CURRENT = Key(
     "checkpoint:current",

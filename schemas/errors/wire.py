@@ -32,7 +32,7 @@ class InfosTooLargeError(EncodeError):
         )
 
 
-_EXIT_CODES = {
+REFUSAL_EXIT_CODES = {
     "wrong_fleet": ExitCode.WRONG_FLEET,
     "version_mismatch": ExitCode.VERSION_MISMATCH,
     "fenced": ExitCode.FENCED,
@@ -51,7 +51,7 @@ class RefusedError(HeadraceError):
 
     def __init__(self, code: str, detail: str) -> None:
         self.code, self.detail = code, detail
-        self.exit_code = _EXIT_CODES.get(code, ExitCode.PROTOCOL)
+        self.exit_code = REFUSAL_EXIT_CODES.get(code, ExitCode.PROTOCOL)
         super().__init__(detail)
 
 

@@ -138,7 +138,7 @@ class BrokerSection(ConfigSection):
     wait for it (wait), or it loses the oldest batches (drop)"""
     lease_s: float = Field(default=10.0, gt=0, le=MOST_SILENCE_S)
     """silence after which a worker counts as lost; peers say a heartbeat each second, or each tenth of a lease below
-    10 s; a worker of a broker with more than 200 says fewer, one in 3.3 s for 1,000"""
+    10 s; a worker of a broker with more than 200 says fewer, one in 4 s for 1,000"""
     report_interval_s: float = Field(default=0.5, gt=0)
     """time between reports of the broker to Redis"""
 

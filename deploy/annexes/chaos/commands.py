@@ -26,7 +26,7 @@ def chaos(
     asked: Asked,
     *,
     minutes: Annotated[float, typer.Option("--minutes", help="How long the faults go on.", min=0.1)] = 3.0,
-    seed: Annotated[int, typer.Option("--seed", help="The schedule of faults is made from it alone.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="It, --workers and --minutes make the schedule.")] = 0,
     plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="This schedule, JSON or TOML.")] = None,
     print_plan: Annotated[bool, typer.Option("--print-plan", help="Show the schedule, and start nothing.")] = False,
     run_dir: Annotated[
