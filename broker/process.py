@@ -203,12 +203,7 @@ class Broker:
     """Sockets, core and relay of one broker, in one thread. Its features are the core's observers (`open_broker`)."""
 
     def __init__(
-        self,
-        config: BrokerSection,
-        fleet_id: str,
-        run_dir: Path,
-        keys: BrokerKeys | None,
-        limits: BrokerLimits,
+        self, config: BrokerSection, fleet_id: str, run_dir: Path, keys: BrokerKeys | None, limits: BrokerLimits
     ) -> None:
         before = read_broker_file(run_dir)
         if before is not None and before.fleet_id != fleet_id:
@@ -309,10 +304,8 @@ class Broker:
         elif kind is MessageKind.LEARNER_ROWS and not is_of_worker:
             self.core.learners.on_rows(peer, read(LearnerRows, header))
         elif kind is MessageKind.WEIGHTS_PULL:
-            pull, unknown = (
-                read(WeightsPull, header),
-                Reject(code="unknown_peer", detail="say HELLO first", fatal=False),
-            )
+            pull = read(WeightsPull, header)
+            unknown = Reject(code="unknown_peer", detail="say HELLO first", fatal=False)
             # A pull needs a session, which ends where the peer's key is revoked.
             self._send(peer, self.relay.part(pull) if self.core.knows(peer) else unknown)
         elif kind is MessageKind.HELLO:

@@ -38,13 +38,7 @@ class BrokerSockets:
     `RunDirError` where Unix sockets cannot be bound for this user alone.
     """
 
-    def __init__(
-        self,
-        config: BrokerSection,
-        run_dir: Path,
-        before: Endpoints | None,
-        keys: BrokerKeys | None,
-    ) -> None:
+    def __init__(self, config: BrokerSection, run_dir: Path, before: Endpoints | None, keys: BrokerKeys | None) -> None:
         self._folder = make_socket_folder(run_dir) if not config.host else None
         if self._folder is None and keys is None:
             check_insecure(config.host, "broker.host", "broker.allow_insecure", allowed=config.allow_insecure)
@@ -78,7 +72,7 @@ class BrokerSockets:
         on_failure = self.auth.guard(socket, role)
         monitor = self._own.monitor(socket, WATCH_EVENTS)
         watch = PortWatch(role, monitor, self._places, on_failure, by_key=self.auth.keys is not None)
-        self._own.before_end(partial(watch.close, socket))
+        self._own.before_end.append(partial(watch.close, socket))
         if self._folder is not None:
             _bind_in_folder(socket, self._folder, role)
         else:

@@ -318,9 +318,8 @@ def _lag(header: BatchHeader, newest: Version) -> int:
 
 
 def _spread(returns: Sequence[float], lengths: Sequence[int]) -> dict[str, Any]:
-    return (
-        _means("len", lengths) | _means("return", returns) | {"agents": len(returns), "quantiles": quantiles(returns)}
-    )
+    others = {"agents": len(returns), "quantiles": quantiles(returns)}
+    return _means("len", lengths) | _means("return", returns) | others
 
 
 def _means(name: str, values: Sequence[float]) -> dict[str, float]:

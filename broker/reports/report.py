@@ -189,10 +189,7 @@ def _as_json(part: Part) -> dict[str, Any]:
         "counters": further,
         "folded": {str(slot): _folded_json(lives, part.lives.get(slot, ())) for slot, lives in report.folded.items()}
         | {
-            f"{name}/{slot}": {
-                **_folded_json(lives, part.group_lives.get(name, {}).get(slot, ())),
-                "counters": {},
-            }
+            f"{name}/{slot}": {**_folded_json(lives, part.group_lives.get(name, {}).get(slot, ())), "counters": {}}
             for name, books in groups.items()
             for slot, lives in books.folded.items()
         },

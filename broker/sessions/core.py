@@ -74,14 +74,7 @@ class BrokerCore:
         self._acks = Acknowledgements(limits, self.store, self.outbox, self.groups, self.learners.waits_for)
         self.folding = Folding(self.store, self.groups.have_closed)
         self.workers = WorkerSessions(
-            fleet_id,
-            limits,
-            self.state,
-            self.store,
-            self.outbox,
-            self.groups,
-            self._acks,
-            self.folding.is_final,
+            fleet_id, limits, self.state, self.store, self.outbox, self.groups, self._acks, self.folding.is_final
         )
         self._limits = limits
         self._started = now

@@ -281,6 +281,7 @@ class LearnerSessions:
         self._weights_told = next((source.weights_told for source in workers if source.weights_told), {})
         if learner is None:
             return
+        refused = [source.refused for source in workers if source.refused]
         status = Status(
             epoch=learner.epoch,
             held_batches=self._store.held_batches(),
@@ -291,9 +292,7 @@ class LearnerSessions:
             published=self._store.weights,
             rows_stored=self.rows_stored,
             waiting_for=self._store.rounds.waiting_for() if self._store.rounds.active else "",
-            refused=max(
-                (source.refused for source in workers if source.refused), key=lambda told: told.version, default=None
-            ),
+            refused=max(refused, key=lambda told: told.version, default=None),
         )
         for peer in learner.connections():
             # With a thousand names the shapes are most of a heartbeat. While no worker lives no shapes are known, and

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 RedisElsewhere = Annotated[
-    str,
-    typer.Option("--redis-url", help="In place of --run-dir, with --fleet-id: redis://... or a file that has it."),
+    str, typer.Option("--redis-url", help="In place of --run-dir, with --fleet-id: redis://... or a file that has it.")
 ]
 FleetElsewhere = Annotated[str, typer.Option("--fleet-id", help="Name of the fleet in that Redis.")]
 
@@ -34,13 +33,7 @@ FleetElsewhere = Annotated[str, typer.Option("--fleet-id", help="Name of the fle
     "headrace why --redis-url redis://localhost:6379/0 --fleet-id demo",
     options="run run_dir redis_url fleet_id config as_json",
 )
-def why(
-    asked: Asked,
-    *,
-    redis_url: RedisElsewhere = "",
-    fleet_id: FleetElsewhere = "",
-    as_json: bool,
-) -> None:
+def why(asked: Asked, *, redis_url: RedisElsewhere = "", fleet_id: FleetElsewhere = "", as_json: bool) -> None:
     """Say what is wrong with a fleet: who waits for whom, since when, by which limit, and what helps.
 
     Exit code 21 when something is wrong.

@@ -90,10 +90,7 @@ TABLE: Mapping[str, Row] = {
         "End after this many seconds: with exit code 17 where a goal is not reached, or no step made.",
     ),
     "check_env": _row(
-        "fleet.check_env",
-        bool,
-        "--check-env/--no-check-env",
-        "Build one env and step it once before anything starts.",
+        "fleet.check_env", bool, "--check-env/--no-check-env", "Build one env and step it once before anything starts."
     ),
     "env": _row("sampling.env", str, "--env", "gymnasium id, or package.module:make_env."),
     "num_envs": _row("sampling.num_envs", int, "--num-envs", "Environments in each worker."),

@@ -51,8 +51,7 @@ def worker(
         typer.Option("--count", min=1, max=1000, help="Keep so many workers alive here, until SIGTERM drains them."),
     ] = None,
     scratch_dir: Annotated[
-        Path | None,
-        typer.Option("--scratch-dir", help="With --count: folder of this machine for recorders and logs."),
+        Path | None, typer.Option("--scratch-dir", help="With --count: folder of this machine for recorders and logs.")
     ] = None,
 ) -> None:
     """Run one sampler worker.

@@ -224,12 +224,7 @@ def _learn(
     health = _health_file(config, "learner")
     with no_exit_from(ModuleError, "the module"), health, copied_to_redis(run_dir, config.redis, fleet_id):
         part("run_learner")(
-            config,
-            endpoint=where,
-            run_dir=run_dir,
-            alive=health.alive,
-            on_batch=health.progressed,
-            source=source,
+            config, endpoint=where, run_dir=run_dir, alive=health.alive, on_batch=health.progressed, source=source
         )
 
 

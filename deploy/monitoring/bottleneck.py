@@ -119,12 +119,9 @@ def _between(facts: Facts, idle: float, blocked: float) -> Bottleneck:
         )
     if busy := _busy_cores(facts):
         return Bottleneck(f"the cores are the limit: {waits}; {busy}", "fewer workers help, or another machine")
-    follows = facts.config is not None and facts.config.worker.window_batches is None
-    window = (
-        "worker.window_batches, else it follows the learner's updates"
-        if follows
-        else with_value(facts, "worker.window_batches")
-    )
+    window = with_value(facts, "worker.window_batches")
+    if facts.config is not None and facts.config.worker.window_batches is None:
+        window = "worker.window_batches, else it follows the learner's updates"
     return Bottleneck(
         f"the way between learner and workers is the limit: {waits}",
         f"a larger window helps ({window}), or a faster network",

@@ -188,9 +188,8 @@ def _of_disk(facts: Facts) -> Iterator[Observation]:
     supervisor = facts.processes.get(SUPERVISOR)
     if facts.run_dir is None and supervisor is not None:
         where, command = f"the run directory on {one_line(supervisor.host)}", ""
-    sentence = (
-        f"waiting for room on the disk of {where}, which is full: {facts.disk_free_bytes / 2**20:.1f} MiB are left"
-    )
+    left = f"{facts.disk_free_bytes / 2**20:.1f} MiB are left"
+    sentence = f"waiting for room on the disk of {where}, which is full: {left}"
     yield observe(facts, "disk_full", "disk", sentence, command=command)
 
 

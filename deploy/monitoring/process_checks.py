@@ -102,12 +102,9 @@ def not_ready(facts: Facts, states: States) -> Iterator[Observation]:
         yield observe(facts, "worker_loading", whom, sentence, age_s)
     if building:
         yield _building(facts, building)
-    unknown = (
-        []
-        if facts.redis_error or not facts.snapshot.gauges
-        else [s for s in workers if s.doing not in _PHASES and s.slot not in states and not _has_left(facts, s)]
-    )
-    for state in unknown:
+    if facts.redis_error or not facts.snapshot.gauges:
+        return
+    for state in [s for s in workers if s.doing not in _PHASES and s.slot not in states and not _has_left(facts, s)]:
         sentence = f"waiting for {state.name} (pid {state.pid}) to join the broker"
         for_s = facts.unix_s - max(state.started_unix_s, facts.snapshot.started_unix_s or 0.0)
         yield observe(facts, "worker_not_joined", state.name, sentence, for_s)
@@ -237,9 +234,8 @@ def _building(facts: Facts, building: list[ProcessState]) -> Observation:
     if facts.setting("fleet.env_hosts"):
         sentence = f"waiting for the env hosts of {whom} ({age_s:.0f} s so far)"
         return observe(facts, "worker_building", whom, sentence, age_s)
-    return observe(
-        facts, "no_env_hosts", whom, f"waiting for env hosts for {whom}", age_s, command=_host_command(facts)
-    )
+    sentence = f"waiting for env hosts for {whom}"
+    return observe(facts, "no_env_hosts", whom, sentence, age_s, command=_host_command(facts))
 
 
 def _is_remote(facts: Facts) -> bool:

@@ -45,6 +45,8 @@ _OF_ONE_ENV = re.compile(r" in env # at [^:]*")
 _PER_S = 3 / 60.0
 """Failures of a worker's envs per second of its life from which on they count as "again and again"."""
 _NO_COMMITS_S = 60.0
+_COMMITTED = "committed_unix_s"
+"""The moment of the learner's newest commit, or of its connection."""
 _OVERSIZE = labelled("dropped_agent_steps_total", "reason", Drop.OVERSIZE)
 _TOO_LARGE = "payload_too_large"
 """The reason of `DecodeError` for a message above `broker.max_batch_bytes`."""
@@ -68,7 +70,7 @@ def waits_of_workers(facts: Facts, states: States) -> Iterator[Observation]:
     waiting = [state for state in states.values() if state.get("blocked")]
     if _lack_weights(facts, states):
         yield _no_weights(facts)
-    elif _has_no_learner(facts):
+    elif facts.snapshot.lease.get("connected") == 0:  # no learner is
         yield _no_learner(facts, len(waiting), len(states))
     elif (name := _late_group(facts)) and (held_up := [state for state in waiting if _is_held_up(state)]):
         yield _group_waits(facts, name, held_up, len(states))
@@ -184,12 +186,9 @@ def censored_episodes(facts: Facts) -> Iterator[Observation]:
 
 def _were_lost_lately(facts: Facts) -> bool:
     """Return whether an env failed, or steps were lost with a client, an env host or a worker, in the last minute."""
-    ages = (
-        number(w.get("env_failure_age_s")) for w in facts.snapshot.workers.values() if number(w.get("env_failures"))
-    )
-    if min(ages, default=_LATELY_S) < _LATELY_S:
-        return True
-    return _lost_lately(facts, *_LOST_WITH_PEERS) > 0
+    workers = facts.snapshot.workers.values()
+    ages = (number(worker.get("env_failure_age_s")) for worker in workers if number(worker.get("env_failures")))
+    return min(ages, default=_LATELY_S) < _LATELY_S or _lost_lately(facts, *_LOST_WITH_PEERS) > 0
 
 
 def _lost_lately(facts: Facts, *counters: str) -> float:
@@ -221,12 +220,11 @@ def refusals(facts: Facts) -> Iterator[Observation]:
     """Yield that the broker has refused messages lately."""
     refused = risen(facts, "messages_refused", _LATELY_S)
     if refused >= _MANY:
-        most = [
-            (f"{count:,} of {one_line(peer)} ({one_line(kind)})", kind) for peer, kind, count in facts.snapshot.refused
-        ]
-        so_far = f"; most since its start: {', '.join(text for text, _ in most)}" if most else ""
+        most = facts.snapshot.refused
+        told = ", ".join(f"{count:,} of {one_line(peer)} ({one_line(kind)})" for peer, kind, count in most)
+        so_far = f"; most since its start: {told}" if most else ""
         sentence = f"the broker has refused {refused:,.0f} messages of peers in the last minute{so_far}"
-        limit = "broker.max_batch_bytes" if any(kind == _TOO_LARGE for _, kind in most) else ""
+        limit = "broker.max_batch_bytes" if any(kind == _TOO_LARGE for _, kind, _ in most) else ""
         log = "" if facts.run_dir is None else f"grep refused {facts.run_dir / 'logs' / 'broker.log'}"
         yield observe(facts, "batches_refused", "broker", sentence, command=log, limit=limit)
 
@@ -274,36 +272,30 @@ def _no_weights(facts: Facts) -> Observation:
     since = f" ({age_s:.0f} s so far)" if age_s is not None else ""
     sentence = f"waiting for first weights from {_whose(facts)}{since}{_holder(facts, 'has sent none')}"
     if facts.snapshot.lease.get("connected"):
-        return observe(facts, "no_weights", "learner", sentence, _held_for(facts))
+        return observe(facts, "no_weights", "learner", sentence, _since(facts, "since_unix_s"))
     if own is not None and own.state != "fenced":
         return observe(facts, "learner_loading", "learner", sentence, age_s)
     return observe(facts, "no_learner", "learner", sentence, _up_s(facts), command=_learner_command(facts))
 
 
-def _has_no_learner(facts: Facts) -> bool:
-    """Return whether the broker reports that no learner is connected."""
-    return facts.snapshot.lease.get("connected") == 0
-
-
 def _no_learner(facts: Facts, waiting: int, workers: int) -> Observation:
     own = facts.processes.get("learner")
     full = f"; {waiting} of {workers} workers wait with full windows" if waiting else ""
-    what = "to come back" if _since_commit(facts) is not None and own is None else "to commit what it holds"
+    what = "to come back" if _since(facts, _COMMITTED) is not None and own is None else "to commit what it holds"
     sentence = f"waiting for {_whose(facts)} {what}{_holder(facts, 'has not committed')}{full}"
     if own is not None and own.started_unix_s:
         return observe(facts, "learner_loading", "learner", sentence, facts.unix_s - own.started_unix_s)
-    return observe(facts, "no_learner", "learner", sentence, _since_commit(facts), command=_learner_command(facts))
+    return observe(facts, "no_learner", "learner", sentence, _since(facts, _COMMITTED), command=_learner_command(facts))
 
 
 def _all_wait(facts: Facts, waiting: Sequence[Mapping[str, Any]]) -> Observation:
     """Return that all workers wait for the learner: for a new one, since it connected."""
-    for_s = min((s for s in (_blocked_for(facts, waiting), _held_for(facts)) if s is not None), default=None)
+    told = _blocked_for(facts, waiting), _since(facts, "since_unix_s")
+    for_s, holder = min((s for s in told if s is not None), default=None), _holder(facts, "has not committed")
     if all(state.get("blocked") == "round" for state in waiting):
-        sentence = (
-            f"waiting for {_whose(facts)} to publish the weights of the next round{_holder(facts, 'has not committed')}"
-        )
-        return observe(facts, "round_waits", "learner", sentence, for_s)
-    sentence = f"waiting for {_whose(facts)} to commit what it holds{_holder(facts, 'has not committed')}"
+        what = f"to publish the weights of the next round{holder}"
+        return observe(facts, "round_waits", "learner", f"waiting for {_whose(facts)} {what}", for_s)
+    sentence = f"waiting for {_whose(facts)} to commit what it holds{holder}"
     if full := _full(facts):
         sentence += f"; the broker holds {full[1]}"
     kind = "no_commits" if for_s is not None and for_s >= _NO_COMMITS_S else "learner_slow"
@@ -313,26 +305,21 @@ def _all_wait(facts: Facts, waiting: Sequence[Mapping[str, Any]]) -> Observation
 def _late_group(facts: Facts) -> str:
     """Return the consumer group, of those that workers wait for, that is furthest behind the learner; "" for none."""
     behind = facts.snapshot.gauges.get("held_agent_steps", 0.0)
-    lags = {
-        name: books.state.lag_steps for name, books in facts.snapshot.groups.items() if books.state.on_slow == "wait"
-    }
-    late = {name: steps for name, steps in lags.items() if steps > behind}
+    holding = [(name, books.state) for name, books in facts.snapshot.groups.items() if books.state.on_slow == "wait"]
+    late = {name: state.lag_steps for name, state in holding if state.lag_steps > behind}
     return max(late, key=lambda name: late[name], default="")
 
 
 def _is_held_up(state: Mapping[str, Any]) -> bool:
     """Return whether a worker waits for a group: it says so, or has no batch that the learner has not committed."""
-    return state.get("blocked") == "group" or (
-        state.get("blocked") == "window" and not number(state.get("held_batches"))
-    )
+    blocked = state.get("blocked")
+    return blocked == "group" or (blocked == "window" and not number(state.get("held_batches")))
 
 
 def _group_waits(facts: Facts, name: str, waiting: Sequence[Mapping[str, Any]], workers: int) -> Observation:
     state, for_s = facts.snapshot.groups[name].state, _blocked_for(facts, waiting)
-    now = facts.snapshot.reported_unix_s or 0.0
-    heard = (
-        "none has come yet" if state.heard_unix_s is None else f"last heard of {now - state.heard_unix_s:,.0f} s ago"
-    )
+    now, at = facts.snapshot.reported_unix_s or 0.0, state.heard_unix_s
+    heard = "none has come yet" if at is None else f"last heard of {now - at:,.0f} s ago"
     who = f" ({one_line(state.program)}, pid {state.pid} on {one_line(state.host)})" if state.pid else ""
     holds = f"{len(waiting)} of {workers} workers wait, since it has not committed {state.lag_steps:,} agent steps"
     else_drop = 'let the group lose batches ("drop" in broker.consumer_groups)'
@@ -374,12 +361,9 @@ def _some_wait(facts: Facts, states: States) -> Iterator[Observation]:
 def _no_clients(facts: Facts) -> Observation:
     serving = [state.get("serving") for state in facts.snapshot.workers.values()]
     clients = sum(number(told.get("clients")) for told in serving if isinstance(told, Mapping))
-    sentence = (
-        f"waiting for clients; of {clients:.0f} connected, none takes steps" if clients else "waiting for clients"
-    )
-    return observe(
-        facts, "no_clients", "clients", sentence, _still_for(facts), command=client_addresses(facts.endpoints)
-    )
+    idle = f"; of {clients:.0f} connected, none takes steps" if clients else ""
+    command = client_addresses(facts.endpoints)
+    return observe(facts, "no_clients", "clients", f"waiting for clients{idle}", _still_for(facts), command=command)
 
 
 def _full(facts: Facts) -> tuple[str, str] | None:
@@ -416,12 +400,11 @@ def _whose(facts: Facts) -> str:
 def _holder(facts: Facts, what: str) -> str:
     """Return, in words, which learner holds the lease and how long it has been idle; "" before an expected one came."""
     lease = facts.snapshot.lease
-    for_s = _since_commit(facts)
+    for_s = _since(facts, _COMMITTED)
     if for_s is None:
-        is_expected = lease.get("connected") or "learner" in facts.processes
-        return (
-            "" if is_expected else f"; no learner is connected{'' if number(lease.get('epoch')) else ', and none was'}"
-        )
+        if lease.get("connected") or "learner" in facts.processes:
+            return ""
+        return f"; no learner is connected{'' if number(lease.get('epoch')) else ', and none was'}"
     heard = number(lease.get("heard_unix_s"))
     seen = f"; last heard of {(facts.snapshot.reported_unix_s or 0.0) - heard:,.0f} s ago" if heard else ""
     if not lease.get("connected"):
@@ -429,14 +412,9 @@ def _holder(facts: Facts, what: str) -> str:
     return f"; it holds the lease (epoch {number(lease.get('epoch')):.0f}) and {what} for {for_s:.0f} s{seen}"
 
 
-def _since_commit(facts: Facts) -> float | None:
-    """Return the seconds since the learner committed or connected, by the broker's clock; None without a learner."""
-    since = number(facts.snapshot.lease.get("committed_unix_s"))
-    return max(0.0, (facts.snapshot.reported_unix_s or 0.0) - since) if since else None
-
-
-def _held_for(facts: Facts) -> float | None:
-    since = number(facts.snapshot.lease.get("since_unix_s"))
+def _since(facts: Facts, moment: str) -> float | None:
+    """Return the seconds since a moment that the lease tells, by the broker's clock; None without a learner."""
+    since = number(facts.snapshot.lease.get(moment))
     return max(0.0, (facts.snapshot.reported_unix_s or 0.0) - since) if since else None
 
 
@@ -445,7 +423,7 @@ def _blocked_for(facts: Facts, states: Sequence[Mapping[str, Any]]) -> float | N
     reported = facts.snapshot.reported_unix_s or 0.0
     since = [number(state.get("blocked_since_unix_s")) for state in states]
     told = min((reported - at for at in since if at), default=None) if all(since) else None
-    return told if told is not None else _since_commit(facts)
+    return told if told is not None else _since(facts, _COMMITTED)
 
 
 def _learner_command(facts: Facts) -> str:

@@ -21,10 +21,9 @@ def why(reader: FactsReader, *, as_json: bool, stream: TextIO = sys.stdout) -> l
     facts = reader.read()
     findings = find(facts)
     told = _as_json if as_json else _as_text
+    text = told(facts, verdict(facts, findings), findings, find_bottleneck(facts, findings))
     with ignore_closed_reader(stream):
-        print(
-            told(facts, verdict(facts, findings), findings, find_bottleneck(facts, findings)), file=stream, flush=True
-        )
+        print(text, file=stream, flush=True)
     return findings
 
 

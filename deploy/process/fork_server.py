@@ -99,11 +99,7 @@ class ForkServer(Closable):
                 self._give_up(news.decode(errors="replace") or "has ended")
 
     def fork(
-        self,
-        argv: Sequence[str],
-        environment: Mapping[str, str],
-        added: Mapping[str, str],
-        log_file: BinaryIO,
+        self, argv: Sequence[str], environment: Mapping[str, str], added: Mapping[str, str], log_file: BinaryIO
     ) -> int | None:
         """Start `argv` in `environment` and `added`; return its pid, or None where it must be executed instead.
 

@@ -50,9 +50,7 @@ class RunNumbers:
             episodes=totals.get("episodes_total", 0),
             mean_return=gauges.get("episode_return_mean") if window else None,
             window=window,
-            mean_returns={
-                m: returns["return_mean"] for m, returns in (policies or {}).items() if "return_mean" in returns
-            },
+            mean_returns={m: told["return_mean"] for m, told in (policies or {}).items() if "return_mean" in told},
         )
 
     def show_mean_return(self) -> str:

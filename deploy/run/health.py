@@ -29,11 +29,7 @@ WITHIN_S = 60.0
 """Seconds without progress after which a process is not ready."""
 _LARGEST = 4096
 
-_PROGRESS = {
-    "worker": "has taken no step",
-    "learner": "has had no batch",
-    "env-host": "has answered no step",
-}
+_PROGRESS = {"worker": "has taken no step", "learner": "has had no batch", "env-host": "has answered no step"}
 """Role -> what it lacks without progress. Other roles make progress while their loop turns."""
 
 

@@ -20,14 +20,7 @@ from headrace.schemas.credentials.key_files import (
     read_key_file,
     read_public_key,
 )
-from headrace.schemas.credentials.keys import (
-    BROKER,
-    CLIENT,
-    ENV_HOST,
-    ROLES,
-    TOKEN_FILE,
-    server_of,
-)
+from headrace.schemas.credentials.keys import BROKER, CLIENT, ENV_HOST, ROLES, TOKEN_FILE, server_of
 from headrace.schemas.credentials.known_keys import by_public
 from headrace.schemas.errors import KeysError, is_there
 

@@ -16,16 +16,7 @@ from headrace.schemas.basics.printable import brief
 from headrace.schemas.credentials.keys import ClientKeys
 from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError, refusal
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header
-from headrace.schemas.messages import (
-    Commit,
-    LearnerWelcome,
-    Message,
-    RankHello,
-    Ranks,
-    Reject,
-    read,
-    read_hello,
-)
+from headrace.schemas.messages import Commit, LearnerWelcome, Message, RankHello, Ranks, Reject, read, read_hello
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.advertised import host_to_advertise, in_url, is_own_address
 from headrace.schemas.peers.fleet_address import AddressSource
@@ -123,12 +114,7 @@ class RankZero:
     """
 
     def __init__(
-        self,
-        own: Ranks,
-        endpoint: str,
-        fleet: AddressSource | None,
-        keys: ClientKeys | None,
-        group: str = TRAIN,
+        self, own: Ranks, endpoint: str, fleet: AddressSource | None, keys: ClientKeys | None, group: str = TRAIN
     ) -> None:
         self._own = own
         self._endpoint = endpoint

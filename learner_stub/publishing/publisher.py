@@ -135,11 +135,7 @@ class WeightPublisher(Closable):
         return min((broker.acknowledged for broker in answering), key=lambda version: version[1])
 
     def publish(
-        self,
-        state_dict: StateDict | Mapping[str, StateDict],
-        *,
-        partial: bool = False,
-        allow_non_finite: bool = False,
+        self, state_dict: StateDict | Mapping[str, StateDict], *, partial: bool = False, allow_non_finite: bool = False
     ) -> int:
         """Make these the fleet's newest weights. Return their seq. Copies them, and does not wait for their arrival.
 

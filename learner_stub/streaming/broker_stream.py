@@ -20,14 +20,7 @@ from headrace.schemas.basics.process_usage import own_cores, own_usage, torch_th
 from headrace.schemas.chunks.batch import BatchCounts, ChunkBatch
 from headrace.schemas.errors import DecodeError, refusal
 from headrace.schemas.frames.wire import MessageKind, decode_header
-from headrace.schemas.messages import (
-    LearnerFigures,
-    LearnerWelcome,
-    Reject,
-    Status,
-    messages_to,
-    read,
-)
+from headrace.schemas.messages import LearnerFigures, LearnerWelcome, Reject, Status, messages_to, read
 
 log = logging.getLogger("headrace.learner")
 

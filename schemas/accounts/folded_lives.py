@@ -64,9 +64,8 @@ class FoldedLives(BaseModel):
         """Return whether all lives of `other` are in here too."""
         if other.highest > self.highest:
             return False
-        return not any(
-            incarnation in other for first, last in self.missing for incarnation in _ends_of(first, last, other)
-        )
+        ends = (end for first, last in self.missing for end in _ends_of(first, last, other))
+        return not any(end in other for end in ends)
 
 
 def fold(

@@ -43,10 +43,8 @@ def lag_quantiles(
         counts = [count - start for count, start in zip(counts, earlier, strict=True)]
     if not counts[-1] > 0:
         return {}
-    bounds = (*LAG_BOUNDS, LAG_BOUNDS[-1])
+    pairs = [*zip((*LAG_BOUNDS, LAG_BOUNDS[-1]), counts, strict=True)]
     return {
-        quantile: next(
-            float(bound) for bound, count in zip(bounds, counts, strict=True) if count >= quantile * counts[-1]
-        )
+        quantile: next(float(bound) for bound, count in pairs if count >= quantile * counts[-1])
         for quantile in quantiles
     }

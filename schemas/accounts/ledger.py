@@ -246,11 +246,9 @@ class LedgerRow(BaseModel):
         shipped, lost = (t.shipped, t.shipped_chunks), total_of(self.lost.values())
         if shipped != plus(self.accepted, lost):
             yield f"{name}: shipped {shipped} != accepted {self.accepted} + lost {lost} (steps, chunks)"
-        kept = plus(self.held, self.settled.total())
-        if self.accepted != kept:
-            yield (
-                f"{name}: accepted {self.accepted} != held {self.held} + settled {self.settled.total()} (steps, chunks)"
-            )
+        settled = self.settled.total()
+        if self.accepted != plus(self.held, settled):
+            yield f"{name}: accepted {self.accepted} != held {self.held} + settled {settled} (steps, chunks)"
         if t.module_steps and self.accepted[0] != sum(t.module_steps.values()):
             yield f"{name}: accepted {self.accepted[0]} steps != those of its modules {sum(t.module_steps.values())}"
         if self.closed and t.open:

@@ -80,9 +80,8 @@ class Recorder:
             if not path.is_symlink():  # which `opener` refuses
                 path.unlink(missing_ok=True)  # a reader that has mapped the old file would die of SIGBUS if it were cut
             with open(path, "w+b", opener=opener) as file:
-                os.posix_fallocate(
-                    file.fileno(), 0, 8 * (CALL + CALL_WORDS)
-                )  # with a sparse file, a full disk would mean SIGBUS
+                # With a sparse file, a full disk would mean SIGBUS.
+                os.posix_fallocate(file.fileno(), 0, 8 * (CALL + CALL_WORDS))
                 self._map = mmap.mmap(file.fileno(), 8 * (CALL + CALL_WORDS))
         self._words = memoryview(self._map).cast("q")
         self.call = self._words[CALL:]
@@ -220,9 +219,8 @@ def _reading(words: memoryview, watched: WatchedCall) -> Reading:
         discarded={reason: v[_DISCARDED + i] for reason, i in _DISCARDS.items() if v[_DISCARDED + i]},
         dropped=_read_counts(v, _DROPPED),
     )
-    settled = Settled(
-        seq=v[_SETTLED_SEQ], committed=(v[_COMMITTED], v[_COMMITTED + 1]), dropped=_read_counts(v, _SETTLED_DROPPED)
-    )
+    committed, dropped = (v[_COMMITTED], v[_COMMITTED + 1]), _read_counts(v, _SETTLED_DROPPED)
+    settled = Settled(seq=v[_SETTLED_SEQ], committed=committed, dropped=dropped)
     first = max(settled.seq, totals.seq - WINDOW) + 1
     window = [_read_batch(words, seq) for seq in range(first, totals.seq + 1)]
     return Reading(

@@ -177,12 +177,7 @@ GROUP_FOLDED = Key(
 OF_GROUPS = (CONSUMER_GROUPS, GROUP_LEDGER, GROUP_FOLDED)
 
 INCARNATIONS = Key(
-    "incarnations",
-    "hash",
-    "count",
-    "broker",
-    'field "slot": highest incarnation ever given out',
-    example="0 4",
+    "incarnations", "hash", "count", "broker", 'field "slot": highest incarnation ever given out', example="0 4"
 )
 WEIGHTS_CURRENT = Key(
     "weights:current",

@@ -35,9 +35,8 @@ BLOCKED_BY: tuple[BlockedBy, ...] = get_args(BlockedBy)
 
 WaitByReason = Annotated[dict[BlockedBy, Seconds], Field(max_length=len(BLOCKED_BY))]
 
-EnvHostCounts = Annotated[
-    tuple[Annotated[int, Field(ge=0, le=1 << 17)], Annotated[int, Field(ge=0, le=1 << 17)]], Strict(False)
-]
+_Hosts = Annotated[int, Field(ge=0, le=1 << 17)]
+EnvHostCounts = Annotated[tuple[_Hosts, _Hosts], Strict(False)]
 
 MOST_VERSIONS = 8
 

@@ -6,16 +6,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from headrace.schemas.chunks.spaces import (
-    Box,
-    Dict,
-    Discrete,
-    MultiBinary,
-    MultiDiscrete,
-    Space,
-    Tuple,
-    column_dtype,
-)
+from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Tuple, column_dtype
 
 
 def to_gym(space: Space) -> gym.Space[Any]:

@@ -132,9 +132,7 @@ def spread(first: float, last: float, *, over: Over = "fleet", scale: Scale = "l
 
 def values_at(values: Mapping[str, Any], place: Place) -> dict[str, Any]:
     """Return the values that the env at `place` gets: rules become numbers."""
-    return {
-        name: _spread_at(value[SPREAD], place) if isinstance(value, dict) else value for name, value in values.items()
-    }
+    return {n: _spread_at(v[SPREAD], place) if isinstance(v, dict) else v for n, v in values.items()}
 
 
 def _spread_at(rule: list[Any], place: Place) -> float:

@@ -90,12 +90,7 @@ class BrokerKeys:
         ENFORCE_DOMAIN: without a ZAP handler for the domain, no peer gets in. Without this option libzmq would then let
         in every peer that knows the broker's public key.
         """
-        return {
-            "CURVE_SERVER": 1,
-            "CURVE_SECRETKEY": self.secret,
-            "ZAP_DOMAIN": port.encode(),
-            "ZAP_ENFORCE_DOMAIN": 1,
-        }
+        return {"CURVE_SERVER": 1, "CURVE_SECRETKEY": self.secret, "ZAP_DOMAIN": port.encode(), "ZAP_ENFORCE_DOMAIN": 1}
 
 
 def port_keys(folder: str | None, role: str, group: str | None = None) -> BrokerKeys | None:

@@ -121,10 +121,9 @@ class KnownKeys:
         return True
 
     def _by_public(self) -> dict[bytes, PeerKey]:
-        unread = {
-            name.removesuffix(".revoked") for name in self._stamps.keys() - self._files if name.endswith(".revoked")
-        }
-        return by_public((self._files[name] for name in sorted(self._files)), unread)
+        unread = self._stamps.keys() - self._files
+        revoked = {name.removesuffix(".revoked") for name in unread if name.endswith(".revoked")}
+        return by_public((self._files[name] for name in sorted(self._files)), revoked)
 
     def _tell(self, before: dict[bytes, PeerKey]) -> None:
         for public, key in self._keys.items():

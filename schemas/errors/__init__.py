@@ -74,11 +74,7 @@ from headrace.schemas.errors.fleet import (
     write_error as write_error,
     writing as writing,
 )
-from headrace.schemas.errors.root import (
-    ExitCode as ExitCode,
-    HeadraceError as HeadraceError,
-    words_of as words_of,
-)
+from headrace.schemas.errors.root import ExitCode as ExitCode, HeadraceError as HeadraceError, words_of as words_of
 from headrace.schemas.errors.runners import (
     WRAPPERS as WRAPPERS,
     CallbackError as CallbackError,

@@ -54,14 +54,7 @@ class EnvRaisedError(EnvError):
 class EnvHangError(EnvError):
     """An env did not return from `phase` within `timeout_s` seconds. `stack` is where its process stood then."""
 
-    def __init__(
-        self,
-        env_index: int,
-        phase: str,
-        timeout_s: float,
-        setting: str,
-        stack: str,
-    ) -> None:
+    def __init__(self, env_index: int, phase: str, timeout_s: float, setting: str, stack: str) -> None:
         self.env_index, self.phase, self.timeout_s = env_index, phase, timeout_s
         self.setting, self.stack = setting, stack
         where = f"; it stood at\n{stack.rstrip()}" if stack else ""
@@ -103,12 +96,7 @@ class EnvRestartBudgetError(EnvError):
     exit_code = ExitCode.ENV_RESTART_BUDGET
 
     def __init__(
-        self,
-        env_index: int,
-        failures: int,
-        window_s: float,
-        last: str,
-        remedy: str = "repair the env",
+        self, env_index: int, failures: int, window_s: float, last: str, remedy: str = "repair the env"
     ) -> None:
         self.env_index, self.failures, self.window_s = env_index, failures, window_s
         super().__init__(

@@ -77,10 +77,7 @@ class RedisUnavailableError(UnreachableError):
     ) -> None:
         self.endpoint = re.sub(r"//.*@", "//***@", url, flags=re.DOTALL)
         self.deadline_s, self.reason = deadline_s, reason
-        HeadraceError.__init__(
-            self,
-            f"Redis at {self.endpoint} cannot be used: {reason}; {advice}",
-        )
+        HeadraceError.__init__(self, f"Redis at {self.endpoint} cannot be used: {reason}; {advice}")
 
 
 class RedisContractError(RedisUnavailableError):

@@ -128,10 +128,8 @@ def _without_wrappers(name: str) -> str:
 def _check_kinds(given: Arrays, own: Iterable[str], kinds: str, module_id: str) -> None:
     """Raise `WeightsMismatchError` if arrays hold other kinds of number than the module's `own` tensors, as told."""
     words = {"f": "float", "i": "int", "b": "bool"}
-    pairs = [pair for pair in zip(own, kinds, strict=False) if pair[1] in words]
-    differ = {
-        name: (dtype_name(given[name].dtype), words[kind]) for name, kind in pairs if kind_of(given[name].dtype) != kind
-    }
+    told = [(name, given[name].dtype, kind) for name, kind in zip(own, kinds, strict=False) if kind in words]
+    differ = {name: (dtype_name(dtype), words[kind]) for name, dtype, kind in told if kind_of(dtype) != kind}
     if differ:
         raise WeightsMismatchError([], [], {}, module_id, dtypes=differ)
 

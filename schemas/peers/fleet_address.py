@@ -64,9 +64,8 @@ class RunDirAddresses:
         """Return an error that says so, if the run has stopped."""
         if run_state(self.path) != "stopped":
             return None
-        return RunDirError(
-            str(self.path), f"its run has {'reached its goal' if self.at_goal else 'stopped'}", self._remedy
-        )
+        end = "reached its goal" if self.at_goal else "stopped"
+        return RunDirError(str(self.path), f"its run has {end}", self._remedy)
 
     @property
     def at_goal(self) -> bool:

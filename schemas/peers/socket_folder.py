@@ -131,7 +131,7 @@ def lock_sockets(own: OwnSockets, folder: Path, server: str, names: Iterable[str
         if isinstance(error, BlockingIOError):
             raise PortInUseError(endpoint_of(folder, server)) from None
         raise socket_folder_error(str(folder), f"it cannot be locked ({error.strerror})") from error
-    own.after_end(partial(_release, lock, [folder / name for name in names]))
+    own.after_end.append(partial(_release, lock, [folder / name for name in names]))
 
 
 def _release(lock: int, paths: Sequence[Path]) -> None:

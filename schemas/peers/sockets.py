@@ -127,6 +127,9 @@ def watch(socket: Any, poller: Any) -> bool:
     return has_message(socket)
 
 
+EndCalls = list[Callable[[], None]]
+
+
 class OwnSockets:
     """The ZeroMQ sockets of one object, in a `context` of their own. They close with `close`, or when it is dropped.
 
@@ -142,9 +145,10 @@ class OwnSockets:
         self._name, self._process = name, os.getpid()
         self._context, self._linger_ms = context, int(linger_s * 1000)
         self._open: list[Any] = []
-        self._before_end: list[Callable[[], None]] = []
-        self._after_end: list[Callable[[], None]] = []
-        parts = context, self._open, self._before_end, self._after_end, self._linger_ms
+        self.before_end: EndCalls = []
+        self.after_end: EndCalls = []
+        """Calls before and after the sockets close. They must not hold the object that has the sockets."""
+        parts = context, self._open, self.before_end, self.after_end, self._linger_ms
         self._dropped = when_dropped(self, f"{name} was dropped without close()", _end, *parts)
 
     def open(self, kind: int, options: Mapping[str, Any]) -> Any:
@@ -163,14 +167,6 @@ class OwnSockets:
         self._open[:] = [other for other in self._open if not other.closed]
         self._open.append(socket)
         return socket
-
-    def before_end(self, call: Callable[[], None]) -> None:
-        """Call this before the sockets close. It must not hold their object."""
-        self._before_end.append(call)
-
-    def after_end(self, call: Callable[[], None]) -> None:
-        """Call this after the sockets have closed. It must not hold their object."""
-        self._after_end.append(call)
 
     @property
     def usable(self) -> bool:
@@ -191,16 +187,10 @@ class OwnSockets:
         """Close all sockets. What they have sent has `linger_s` to leave; None: as long as of a dropped one."""
         if self.usable and self._dropped.detach() is not None:
             linger_ms = self._linger_ms if linger_s is None else int(linger_s * 1000)
-            _end(self._context, self._open, self._before_end, self._after_end, linger_ms)
+            _end(self._context, self._open, self.before_end, self.after_end, linger_ms)
 
 
-def _end(
-    context: Any,
-    sockets: list[Any],
-    before_end: list[Callable[[], None]],
-    after_end: list[Callable[[], None]],
-    linger_ms: int,
-) -> None:
+def _end(context: Any, sockets: list[Any], before_end: EndCalls, after_end: EndCalls, linger_ms: int) -> None:
     while before_end:
         before_end.pop()()
     for socket in sockets:

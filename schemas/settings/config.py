@@ -164,9 +164,8 @@ class BrokerSection(ConfigSection):
 
     def staleness_bound(self) -> int | None:
         """Return how many versions behind the newest a batch may be; None for any number."""
-        return (
-            _DEFAULT_STALENESS if self.max_staleness is None and self.overflow == "drop_stale" else self.max_staleness
-        )
+        is_default = self.max_staleness is None and self.overflow == "drop_stale"
+        return _DEFAULT_STALENESS if is_default else self.max_staleness
 
 
 def is_loopback(host: str) -> bool:
@@ -438,9 +437,8 @@ class FleetConfig(ConfigSection):
                 "broker.allow_insecure = true lets everyone in, and Unix sockets serve this user alone; give "
                 "broker.host or serving.host, or leave it out"
             )
-        for key in (
-            ("broker.port", "broker.advertise", "sampling.env_hosts_port") if not (broker.host or by_name) else ()
-        ):
+        of_tcp = ("broker.port", "broker.advertise", "sampling.env_hosts_port")
+        for key in of_tcp if not (broker.host or by_name) else ():
             if self.value_of(key):
                 raise ValueError(
                     f"{key} = {self.value_of(key)!r} is for TCP, and broker.host is empty, which means Unix sockets; "

@@ -90,9 +90,8 @@ class VectorConnectors:
     def _see(self, lanes: NDArray[np.intp], actions: Columns, rewards: NDArray[np.float64], *, first: bool) -> None:
         begun = time.perf_counter()
         arrived = {name: column[lanes] for name, column in self.observed.items()}
-        for name, rows in self._inward.process(
-            Rows(lanes, arrived, actions, rewards, first, self._agents[lanes])
-        ).items():
+        seen = Rows(lanes, arrived, actions, rewards, first, self._agents[lanes])
+        for name, rows in self._inward.process(seen).items():
             self.columns[name][lanes] = rows
         self.inward_s += time.perf_counter() - begun
 

@@ -176,9 +176,8 @@ class ActionBounds:
 
     def squash(self, actions: NDArray[Any]) -> NDArray[np.float64]:
         """Return the inverse of `unsquash`; 0 where the bounds leave no choice."""
-        mapped: NDArray[np.float64] = (actions - self._centre) / np.where(
-            self._half_range > 0, self._half_range, np.inf
-        )
+        half_range = np.where(self._half_range > 0, self._half_range, np.inf)
+        mapped: NDArray[np.float64] = (actions - self._centre) / half_range
         return mapped
 
     def clip(self, actions: NDArray[Any]) -> NDArray[Any]:

@@ -169,9 +169,8 @@ def take_apart(answer: Any, error: BaseException) -> EnvContractError:
     if isinstance(error, EnvContractError):
         return error
     count = f"{len(answer)} values, " if isinstance(answer, tuple) else ""
-    return EnvContractError(
-        "answer of step", f"{count}{brief(answer, 120)}", "(obs, reward, terminated, truncated, info)"
-    )
+    given = f"{count}{brief(answer, 120)}"
+    return EnvContractError("answer of step", given, "(obs, reward, terminated, truncated, info)")
 
 
 def take_reset_apart(answer: Any) -> tuple[Any, dict[str, Any]]:

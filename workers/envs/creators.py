@@ -168,9 +168,6 @@ def _takes_an_argument(function: Callable[..., Any]) -> bool:
 
 
 def _takes_context(cls: type) -> bool:
-    positional = [
-        p for p in inspect.signature(cls).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    return bool(positional) and (
-        positional[0].name in _CONTEXT_NAMES or positional[0].default is inspect.Parameter.empty
-    )
+    parameters = inspect.signature(cls).parameters.values()
+    first = next((p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None)
+    return first is not None and (first.name in _CONTEXT_NAMES or first.default is first.empty)

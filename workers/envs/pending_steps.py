@@ -292,9 +292,8 @@ class ReadySteps(Steps):
         waiting, live = self._waiting - self._abandoned, {lane.index for lane in self._recovery.up}
         if not self.halves:
             return len(waiting) < len(live)
-        return any(
-            waiting.isdisjoint(half) and not live.isdisjoint(half) for half in map(np.ndarray.tolist, self.halves)
-        )
+        halves = map(np.ndarray.tolist, self.halves)
+        return any(waiting.isdisjoint(half) and not live.isdisjoint(half) for half in halves)
 
     def _take_news(self) -> Outcome:
         stepped, failures = self._stepped, self._failed

@@ -20,6 +20,5 @@ def keep_large_arrays() -> bool:
     if "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    return set_option is not None and all(
-        set_option(option, _KEPT_BYTES) == 1 for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD)
-    )
+    options = (_TRIM_THRESHOLD, _MMAP_THRESHOLD)
+    return set_option is not None and all(set_option(option, _KEPT_BYTES) == 1 for option in options)

@@ -29,7 +29,6 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.messages import tellable_weights
 from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
-from headrace.schemas.messages.weights import WeightsVersion
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig
@@ -275,9 +274,8 @@ class Worker:
 
     def wait_for_weights(self, stopping: threading.Event) -> None:
         """Wait for the current weights before sampling, unless the config allows random actions at first."""
-        if self.config.worker.random_actions_before_weights:
-            return
-        self._wait("the first weights", self._apply_weights, stopping, whom="learner")
+        if not self.config.worker.random_actions_before_weights:
+            self._wait("the first weights", self._apply_weights, stopping, whom="learner")
 
     # -- sampling -----------------------------------------------------------------------------------------------------
 
@@ -464,7 +462,9 @@ class Worker:
                 log.error("weights %s are refused, those in use stay: %s", newer.version, error)
                 self.session.refuse_weights(newer.version, str(error))
             else:
-                self._use(newer)
+                self.session.weights, self.session.refused = newer.version, None
+                if self._acting_channel is not None:
+                    self._acting_channel.offer(newer.version, newer.arrays, newer.digest)
         return self.session.weights != (0, 0)
 
     def _apply_tasks(self) -> None:
@@ -475,11 +475,6 @@ class Worker:
                 self.runner.set_tasks(tasks)
             except ConfigError as error:
                 log.error("tasks %s are refused, episodes have none: %s", tasks.version, error)
-
-    def _use(self, newer: WeightsVersion) -> None:
-        self.session.weights, self.session.refused = newer.version, None
-        if self._acting_channel is not None:
-            self._acting_channel.offer(newer.version, newer.arrays, newer.digest)
 
     def _pump(self, wait_s: float = 0.0) -> None:
         totals = self.runner.totals
@@ -496,24 +491,21 @@ class Worker:
         worker ends with its fleet.
         """
         self._look_for_changes()  # the last poll's: a stop signal may come during the wait
-        with self._budget.spent_on(WAIT):
-            self._wait_for(what, condition, stopping, whom)
-
-    def _wait_for(self, what: str, condition: Callable[[], bool], stopping: threading.Event, whom: str) -> None:
         next_word = time.monotonic() + _SAY_WAITING_S
-        while not condition() and not stopping.is_set():
-            if self._ends_with_fleet():
-                log.info("%s; this worker leaves", _FLEET_ENDED)
-                raise StoppedError(_FLEET_ENDED)
-            self._shipper.record()
-            self._pump(0.05)
-            self._apply_tasks()
-            waiting_for = f"{what} (held up by: {self._held_up_by(whom)})"
-            if self._served is not None:
-                self._served.waiting_for = waiting_for
-            if time.monotonic() > next_word:
-                next_word += _SAY_WAITING_S
-                log.warning("waiting for %s", waiting_for)
+        with self._budget.spent_on(WAIT):
+            while not condition() and not stopping.is_set():
+                if self._ends_with_fleet():
+                    log.info("%s; this worker leaves", _FLEET_ENDED)
+                    raise StoppedError(_FLEET_ENDED)
+                self._shipper.record()
+                self._pump(0.05)
+                self._apply_tasks()
+                waiting_for = f"{what} (held up by: {self._held_up_by(whom)})"
+                if self._served is not None:
+                    self._served.waiting_for = waiting_for
+                if time.monotonic() > next_word:
+                    next_word += _SAY_WAITING_S
+                    log.warning("waiting for %s", waiting_for)
         if self._served is not None:
             self._served.waiting_for = ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +36,8 @@ class RunnerMetrics:
         self._returns: deque[float] = deque(maxlen=self._window)
         self._lengths: deque[int] = deque(maxlen=self._window)
         self._durations: deque[float] = deque(maxlen=self._window)
-        self._by_name: dict[Path, deque[Any]] = {}
+        self._by_name: defaultdict[Path, deque[Any]] = defaultdict(lambda: deque(maxlen=window))
+        """Figures by (figure, agent or module)."""
         self._steps: dict[Path, int] = {}
         self._untrained = 0
         self._untrained_returns: deque[float] = deque(maxlen=self._window)
@@ -69,17 +70,17 @@ class RunnerMetrics:
             return 0
         numbers = [] if batch.task_of is None else batch.task_of[: len(table)][done].tolist()
         self._add_episodes(returns, lengths, [batch.tasks[number - 1] if number else None for number in numbers])
-        self._window_of("agent_episode_returns_mean", agent).extend(returns)
-        self._window_of("agent_steps", agent).extend(lengths)
-        self._window_of("module_episode_returns_mean", module).extend(returns)
+        self._by_name["agent_episode_returns_mean", agent].extend(returns)
+        self._by_name["agent_steps", agent].extend(lengths)
+        self._by_name["module_episode_returns_mean", module].extend(returns)
         return len(returns)
 
     def add_agents(self, batch: ChunkBatch) -> None:
         """Add the agents whose episodes end in `batch`, of one module of several, to the figures by agent."""
         for row in batch.table[_done(batch.table)]:
             agent = batch.agents[row["agent"]]
-            self._window_of("agent_episode_returns_mean", agent).append(float(row["episode_return"]))
-            self._window_of("agent_steps", agent).append(int(row["episode_length"]))
+            self._by_name["agent_episode_returns_mean", agent].append(float(row["episode_return"]))
+            self._by_name["agent_steps", agent].append(int(row["episode_length"]))
 
     def add_episodes(self, episodes: Sequence[tuple[float, int]]) -> None:
         """Count whole episodes that are known only as (return, length)."""
@@ -94,12 +95,7 @@ class RunnerMetrics:
 
     def count_steps(self, agents: Mapping[str, int], modules: Mapping[str, int], actions: Mapping[str, int]) -> None:
         """Count delivered observations by agent and by module, and delivered actions by agent."""
-        counts = (
-            ("num_agent_steps_sampled", agents),
-            ("num_module_steps_sampled", modules),
-            ("num_actions_by_agent", actions),
-        )
-        for figure, by_name in counts:
+        for figure, by_name in zip(NAMED_COUNTERS, (agents, modules, actions), strict=True):
             for name, count in by_name.items():
                 for counter in (figure, f"{figure}_lifetime"):
                     self._steps[counter, name] = self._steps.get((counter, name), 0) + count
@@ -120,10 +116,10 @@ class RunnerMetrics:
         self._durations.append(duration_s)
         self._add_episodes([episode_return], [length], [task])
         for agent, (agent_return, steps) in agents.items():
-            self._window_of("agent_episode_returns_mean", agent).append(agent_return)
-            self._window_of("agent_steps", agent).append(steps)
+            self._by_name["agent_episode_returns_mean", agent].append(agent_return)
+            self._by_name["agent_steps", agent].append(steps)
         for module, module_return in modules.items():
-            self._window_of("module_episode_returns_mean", module).append(module_return)
+            self._by_name["module_episode_returns_mean", module].append(module_return)
 
     def _add_episodes(self, returns: list[float], lengths: list[int], tasks: Iterable[Task | None] = ()) -> None:
         for earned, length, task in zip(returns, lengths, tasks, strict=False):  # none: no episode had a task
@@ -134,12 +130,6 @@ class RunnerMetrics:
         self._finished.extend(zip(returns, lengths, strict=True))
         self._episodes += len(returns)
         self._episodes_lifetime += len(returns)
-
-    def _window_of(self, figure: str, name: str) -> deque[Any]:
-        path = figure, name
-        if path not in self._by_name:
-            self._by_name[path] = deque(maxlen=self._window)
-        return self._by_name[path]
 
     def take_finished(self, most: int = MOST_FINISHED) -> list[tuple[float, int]]:
         """Return (return, length) of whole episodes delivered since the last call, up to `most`, the oldest first.
@@ -190,9 +180,9 @@ class RunnerMetrics:
             single = {name: int(counters[name]) for name in SINGLE_COUNTERS if name in counters}
             lost = {name: int(counters[name]) for name in LOSS_COUNTERS if name in counters}
             named: dict[Path, int] = {
-                (counter, str(name)): int(count)
+                (f"{counter}_lifetime", str(name)): int(count)
                 for counter in NAMED_COUNTERS
-                for name, count in counters.get(counter, {}).items()
+                for name, count in counters.get(f"{counter}_lifetime", {}).items()
             }
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
             raise StateError(f"lifetime counters are numbers, or numbers by name: {error}") from error
@@ -263,21 +253,14 @@ LOSS_COUNTERS = (
 
 Each life of a runner counts these from 0.
 """
-NAMED_COUNTERS = (
-    "num_agent_steps_sampled_lifetime",
-    "num_module_steps_sampled_lifetime",
-    "num_actions_by_agent_lifetime",
-)
-"""Lifetime counters by agent or module."""
+NAMED_COUNTERS = ("num_agent_steps_sampled", "num_module_steps_sampled", "num_actions_by_agent")
+"""Counters by agent or module. Each has a lifetime counter too, with `_lifetime` after its name."""
 
 RESERVED = frozenset(
     (
         "num_env_steps_sampled",
         "num_env_steps_sampled_lifetime_throughput",
         "num_episodes",
-        "num_agent_steps_sampled",
-        "num_actions_by_agent",
-        "num_module_steps_sampled",
         "agent_rewards_lost_lifetime",
         *(f"{name}_{reduce}" for name in ("episode_return", "episode_len") for reduce in ("mean", "min", "max")),
         "episode_duration_sec_mean",
@@ -293,6 +276,7 @@ RESERVED = frozenset(
         *SINGLE_COUNTERS,
         *LOSS_COUNTERS,
         *NAMED_COUNTERS,
+        *(f"{name}_lifetime" for name in NAMED_COUNTERS),
     )
 )
 """Names of a report that a callback cannot log under. Rates are per second, durations in seconds. Add the name of a new

@@ -193,10 +193,9 @@ def _policy(module_id: str, given: Any, config: EnvRunnerConfig) -> Policy:
     _check_parts(module_id, given)
     spaces = None
     if given.observation_space is not None:
-        observation, action = (f"{name} space of policy {module_id!r}" for name in ("observation", "action"))
-        spaces = Spaces(
-            observation=convert(given.observation_space, observation), action=convert(given.action_space, action)
-        )
+        observation = convert(given.observation_space, f"observation space of policy {module_id!r}")
+        action = convert(given.action_space, f"action space of policy {module_id!r}")
+        spaces = Spaces(observation=observation, action=action)
     own = config.module if given.module is None else given.module
     own_config = dict(config.module_config if given.module_config is None else given.module_config)
     gym_spaces = None if spaces is None else (given.observation_space, given.action_space)

@@ -430,32 +430,28 @@ class EnvRunner(ABC, Generic[Batch]):
 
     def _deliver(self, keep_open: bool, end_markers: bool = True) -> Batch:
         """Cut, and then apply the weights that waited for the cut."""
-        with self.totals.timers.budget.spent_on(SERIALISE):
-            return self._cut_samples(keep_open, end_markers)
-
-    def _cut_samples(self, keep_open: bool, end_markers: bool) -> Batch:
         sampler, state = self._existing_sampler, self._state
-        if state.waiting is not None and (keep_open or sampler.steps.has_pending):
-            sampler.abandon(Discard.RESET)  # one batch cannot hold steps of two epochs
-            keep_open = False
-        version = state.version
-        stamp = Stamp(
-            self._id_high,
-            sampler.steps.mode.flags,
-            self.worker_index,
-            self.incarnation,
-            version.learner_epoch,
-            state.digest_of,
-            self.config.episode_lookback_horizon,
-        )
-        if not end_markers:
-            sampler.steps.drop_markers()
-        batch = self._cut(stamp, keep_open)
-        try:
-            state.apply_waiting()
-        except CallbackError as error:
-            error.samples = batch
-            raise
+        with self.totals.timers.budget.spent_on(SERIALISE):
+            if state.waiting is not None and (keep_open or sampler.steps.has_pending):
+                sampler.abandon(Discard.RESET)  # one batch cannot hold steps of two epochs
+                keep_open = False
+            stamp = Stamp(
+                self._id_high,
+                sampler.steps.mode.flags,
+                self.worker_index,
+                self.incarnation,
+                state.version.learner_epoch,
+                state.digest_of,
+                self.config.episode_lookback_horizon,
+            )
+            if not end_markers:
+                sampler.steps.drop_markers()
+            batch = self._cut(stamp, keep_open)
+            try:
+                state.apply_waiting()
+            except CallbackError as error:
+                error.samples = batch
+                raise
         return batch
 
     def _attach_updates(self, batch: Batch) -> Batch:

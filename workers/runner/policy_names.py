@@ -120,9 +120,8 @@ class ModuleIdNames:
         by_module = _by_module(states)
         for module_id in by_module:
             if module_id not in policies:
-                raise ConnectorError(
-                    f"of {module_id!r}", f"there is no such module; the modules are {sorted(policies)!r:.200}"
-                )
+                known = f"the modules are {sorted(policies)!r:.200}"
+                raise ConnectorError(f"of {module_id!r}", f"there is no such module; {known}")
         return by_module
 
     def take_update(self, policies: Policies) -> dict[str, Any]:
@@ -136,9 +135,8 @@ class ModuleIdNames:
         known, learnt, merged = self.given(state), [self.given(update) for update in updates], {}
         for module_id, policy in policies.items():
             _, before = split_states(known.get(module_id, {}))
-            merged[module_id] = join_states(
-                policy.connectors.merge(before, [update.get(module_id, {}) for update in learnt])
-            )
+            own = [update.get(module_id, {}) for update in learnt]
+            merged[module_id] = join_states(policy.connectors.merge(before, own))
         return self.shown(merged)
 
     def attach_update(self, policies: Policies, batch: Any) -> Any:

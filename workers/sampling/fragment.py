@@ -267,11 +267,8 @@ class Fragment:
 
     def is_rectangle(self, chunks: Sequence[OpenChunk]) -> bool:
         """Return whether `chunks` are all lanes whole, from the first row to the last, so that columns need no copy."""
-        return (
-            self._level == self.capacity
-            and len(chunks) == self.width
-            and not any(chunk.start or chunk.final >= 0 for chunk in chunks)
-        )
+        is_full = self._level == self.capacity and len(chunks) == self.width
+        return is_full and not any(chunk.start or chunk.final >= 0 for chunk in chunks)
 
     def _stop(self, chunk: OpenChunk) -> int:
         return self.cursor(chunk.lane) if chunk.end is ChunkEnd.ONGOING else chunk.stop
@@ -284,11 +281,10 @@ class Fragment:
                 moved._add(name, column[:, 0])
         for chunk in kept:
             self._move_chunk(moved, chunk)
+        here, there = self._cursor[pending], moved._cursor[pending]
         for name, column in self.columns.items():
-            current = (
-                self._observations[name][pending] if is_obs_column(name) else column[pending, self._cursor[pending]]
-            )
-            moved.columns[name][pending, moved._cursor[pending]] = current
+            current = self._observations[name][pending] if is_obs_column(name) else column[pending, here]
+            moved.columns[name][pending, there] = current
 
     def _move_chunk(self, moved: Self, chunk: OpenChunk) -> None:
         row, stop = chunk.lane, self._stop(chunk)

@@ -205,11 +205,7 @@ class LaneSteps(KeptSteps):
             act = self.timers.timed("rlmodule_inference_timer", act)
         try:
             return act(
-                acting,
-                explore=mode.explore,
-                random_actions=mode.random_actions,
-                whole=whole,
-                weights_seq=weights_seq,
+                acting, explore=mode.explore, random_actions=mode.random_actions, whole=whole, weights_seq=weights_seq
             )
         except ConnectorError:
             self._is_spoilt = self._policy.remembers  # the memory holds a step that will not be taken

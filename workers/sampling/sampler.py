@@ -127,17 +127,14 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             before = self._connectors_s()
         try:
             self.envs.on_wait = on_wait
-            if self._external_wait is None:
-                if self.envs.repairing or self.steps.is_masked:
-                    self._prepare(on_wait)
-                self.steps.act(weights_seq)
-                self._take(stop_at_episodes)
-            else:
+            if self._external_wait is not None:
                 self._external_wait.check()
                 self._take(stop_at_episodes)
-                if self.envs.repairing or self.steps.is_masked:
-                    self._prepare(on_wait)
-                self.steps.act(weights_seq)
+            if self.envs.repairing or self.steps.is_masked:
+                self._prepare(on_wait)
+            self.steps.act(weights_seq)
+            if self._external_wait is None:
+                self._take(stop_at_episodes)
         except BaseException as error:
             self._clear_up(error)
             raise

@@ -93,7 +93,7 @@ class RouterPort:
         socket: zmq.Socket[bytes] = self._own.open(zmq.ROUTER, sockets.ROUTER | limits | family | keys)
         places = connection_limit(_CONNECTIONS, ports=2)
         watch = PortWatch(self._who, self._own.monitor(socket, WATCH_EVENTS), places, by_key=bool(keys))
-        self._own.before_end(partial(watch.close, socket))
+        self._own.before_end.append(partial(watch.close, socket))
         return socket
 
     def _bind_in_folder(self, at: SocketPlace) -> None:

@@ -115,7 +115,7 @@ class PolicyClient(Closable):
         self._episodes: dict[str, _Episode] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._own.before_end(self._closing.set)
+        self._own.before_end.append(self._closing.set)
         self.max_message_bytes = _BEFORE_WELCOME_BYTES
         self._admitted = False
         try:
