@@ -10,6 +10,7 @@ from pathlib import Path
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from headrace.broker.files.state_file import read_broker_file
 from headrace.deploy.process.recorders import recorders_in
 from headrace.deploy.run.run_dir import RunDir, write_private
 from headrace.schemas.basics.run_files import read_regular
@@ -118,9 +119,14 @@ def continue_fleet(run_dir: RunDir, fleet_id: str) -> FleetFile:
     """Return the file of a new fleet that continues the earlier run in the directory.
 
     It keeps the fleet id unless `fleet_id` names another. Its incarnations are at least the highest ever used there.
+    Raises `RunDirError` if a broker has served another fleet there.
     """
     new = FleetFile(fleet_id=f"fleet-{secrets.token_hex(4)}")
     page = read_fleet_file(run_dir.fleet_json) if run_dir.fleet_json.exists() else new
+    served = read_broker_file(run_dir.path)
+    if served is not None and fleet_id not in ("", served.fleet_id):
+        reason, remedy = f"it is of fleet {served.fleet_id!r}, not {fleet_id!r}", "leave fleet.fleet_id out"
+        raise RunDirError(str(run_dir.path), reason, f"{remedy}, or name another run directory")
     incarnations = dict(page.incarnations)
     for (slot, incarnation), _ in recorders_in(run_dir.recorders):
         name = f"worker-{slot}"

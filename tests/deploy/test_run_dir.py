@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
+from headrace.broker.batches.limits import BrokerState
+from headrace.broker.files.state_file import Endpoints, write_broker_file
 from headrace.deploy.fleet.fleet_record import FleetRecord
 from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.process.child import Child
@@ -70,6 +72,12 @@ def test_fleet_id_and_incarnations_go_on_from_an_earlier_fleet(tmp_path: Path) -
     assert second.next_incarnation("worker-0") == 4
     assert second.next_incarnation("worker-1") == 10
     assert FleetRecord(run_dir, "of-my-own", None).content.fleet_id == "of-my-own"
+    at = Endpoints(worker="ipc:///a", learner="ipc:///b", weights="ipc:///c")
+    write_broker_file(tmp_path, "of-my-own", at, BrokerState())
+    before = run_dir.fleet_json.read_bytes()
+    with pytest.raises(RunDirError, match="it is of fleet 'of-my-own', not 'another'"):
+        FleetRecord(run_dir, "another", None)
+    assert run_dir.fleet_json.read_bytes() == before
 
 
 def test_a_damaged_fleet_file_is_one_typed_error(tmp_path: Path) -> None:
