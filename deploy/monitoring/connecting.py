@@ -21,7 +21,10 @@ from headrace.schemas.settings.config import FleetConfig, is_loopback
 from headrace.schemas.settings.config_loading import by_key, known_keys
 
 _SHOWN_ADDRESSES = 3
-_OF_WORKERS = ("sampling.", "module.", "worker.", "keys.")
+_OF_WORKERS = (
+    *("sampling.", "module.", "worker.", "keys.", "broker.max_", "broker.overflow", "fleet.workers", "ray.workers"),
+    *("learner.enabled", "learner.policies_to_train", "learner.steps_per_update"),
+)
 """Prefixes of the keys that a worker reads."""
 _OF_ENV_PORTS = ("broker.allow_insecure", "broker.host")
 """Keys by which a worker chooses its port for env hosts."""
