@@ -288,6 +288,18 @@ def test_numbers_whose_columns_differ_are_not_merged_and_full_or_old_ones_are(
     assert [contents(batch) for batch in read(path, position=position)] == expected[6:]
 
 
+def test_files_of_a_module_whose_id_ends_in_another_number_stay(tmp_path: Path) -> None:
+    files = {
+        number: {f"{kind}-{number:06}-past-000002.parquet" for kind in ("steps", "chunks")}
+        | {f"batches-{number:06}.parquet"}
+        for number in (1, 2)
+    }
+    for name in files[1] | files[2]:
+        (tmp_path / name).touch()
+    compaction.remove_number(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == files[1]
+
+
 def test_the_oldest_numbers_are_removed_and_a_reader_of_them_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,8 @@ def _next_run(folder: Path, *, all_now: bool) -> dict[int, _Schemas]:
     joined: dict[str, pa.Schema] = {}
     nbytes, is_whole = 0, False
     for number in new:
-        own = {_file_of(file): pq.read_schema(file) for file in (folder / NEW).glob(f"*-{number:06}-*.parquet")}
+        files = [file for file in _files_of(folder / NEW, number) if not file.name.startswith("batches")]
+        own = {_file_of(file): pq.read_schema(file) for file in files}
         agrees = all(_agree(joined.get(file, schema), schema) for file, schema in own.items())
         is_whole = number > begun if begun else nbytes >= MERGE_BYTES or not agrees
         if is_whole:
@@ -85,7 +86,12 @@ def _file_of(path: Path) -> str:
 
 
 def _size(folder: Path, number: int) -> int:
-    return sum(path.stat().st_size for path in folder.glob(f"*-{number:06}[-.]*"))
+    return sum(path.stat().st_size for path in _files_of(folder, number))
+
+
+def _files_of(folder: Path, number: int) -> list[Path]:
+    """Return the files of a number. A module's id may end in the number of another."""
+    return sorted(path for path in folder.glob(f"*-{number:06}[-.]*") if file_number(path) == number)
 
 
 def _agree(one: pa.Schema, other: pa.Schema) -> bool:
@@ -130,7 +136,7 @@ def _merge(folder: Path, run: Mapping[int, _Schemas]) -> None:
 
 def remove_number(folder: Path, number: int) -> None:
     """Remove the files of a number, `batches-N` first: without it the number is not complete."""
-    for path in sorted(folder.glob(f"*-{number:06}[-.]*")):
+    for path in _files_of(folder, number):
         path.unlink()
 
 
