@@ -85,7 +85,7 @@ class Asked:
         """
         if self.config is not None:
             return str(self.settings.value_of(key))
-        return str({**values_of_environment(), **self._line}.get(key, ""))
+        return str({**values_of_environment(), **self._line}.get(key) or "")
 
     @property
     def settings(self) -> FleetConfig:

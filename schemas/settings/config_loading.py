@@ -49,7 +49,7 @@ def load_config(
 ) -> tuple[FleetConfig, Origins]:
     """Return the configuration, and the origin of every value that is not the default.
 
-    `flags` maps dotted keys ("sampling.num_envs") to values; None means not given. Raises `ConfigError`.
+    `flags` maps dotted keys ("sampling.num_envs") to values. Raises `ConfigError`.
     """
     values: dict[str, Any] = {}
     origins: Origins = {}
@@ -58,8 +58,7 @@ def load_config(
     for key, value in values_of_environment(environ).items():
         _set(values, origins, key, value, f"environment {ENV_PREFIX}{key.replace('.', '__').upper()}")
     for key, value in (flags or {}).items():
-        if value is not None:
-            _set(values, origins, key, value, "flag")
+        _set(values, origins, key, value, "flag")
     return build_config(values, origins), origins
 
 

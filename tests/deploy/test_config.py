@@ -54,6 +54,12 @@ def test_print_config_prints_a_file_that_gives_the_same_config(monkeypatch: pyte
     assert asked.origin == f"{path} + 1 from the environment + 3 flags"
 
 
+def test_null_takes_a_value_of_the_file_back(tmp_path: Path) -> None:
+    (path := tmp_path / "fleet.toml").write_text("[fleet]\nuntil_steps = 5\n[sampling]\nseed = 3\n")
+    settings = Asked(path, ["fleet.until_steps=null", "sampling.seed=null"]).settings
+    assert (settings.fleet.until_steps, settings.sampling.seed) == (None, None)
+
+
 def test_a_flag_reaches_into_a_table_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[module]\nconfig = {hidden = [8], activation = "relu"}\n')
@@ -110,7 +116,7 @@ def test_children_get_the_resolved_values_whatever_the_environment_says(
     """A flag beats HEADRACE_...; a child that read both from file and environment would see it the other way round."""
     monkeypatch.setenv("HEADRACE_SAMPLING__NUM_ENVS", "4")
     monkeypatch.setenv("HEADRACE_DEBUG", "1")
-    config = Asked(sets=["learner.target_kl=null"], flags={"sampling.num_envs": 9}).settings
+    config = Asked(sets=["fleet.until_return=null"], flags={"sampling.num_envs": 9}).settings
     path = tmp_path / "config.json"
     path.write_bytes(orjson.dumps(config.model_dump(mode="json")))
     environment = child_environment(1)

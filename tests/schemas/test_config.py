@@ -39,7 +39,7 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path) -> Non
         "OTHER__THING": "1",
         "HEADRACE_DEBUG": "1",
     }
-    config, origins = load_config(path, {"sampling.num_envs": 16, "fleet.workers": None}, environ)
+    config, origins = load_config(path, {"sampling.num_envs": 16}, environ)
     s = config.sampling
     assert (s.num_envs, s.seed, s.env, s.env_config, s.explore) == (16, 6, "FromFile-v0", {"size": 3}, True)
     assert config.fleet == FleetConfig().fleet
