@@ -78,6 +78,11 @@ def _check(config: FleetConfig, workers: int) -> None:
         raise scale_error(
             f"the run has ports for {started} workers", "start it again with more, or start workers alone"
         )
+    then = config.replaced({"fleet.workers": workers})
+    window, held = then.worker.window_batches, then.broker.max_held_batches
+    if workers and ((window and then.keeps_too_little(window)) or (held and then.holds_too_little(held))):
+        why = f"{workers} workers and the learner would wait for each other"
+        raise scale_error(why, "raise worker.window_batches or broker.max_held_batches, and start the run again")
 
 
 def _count(fleet: FleetFile) -> int:

@@ -12,7 +12,7 @@ import pytest
 from headrace.deploy.fleet.scale import asked_workers, scale
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.run.fleet_file import FleetFile
-from headrace.schemas.settings.config import FleetConfig, FleetSection, SamplingSection
+from headrace.schemas.settings.config_loading import build_config
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S
 
@@ -58,21 +58,26 @@ def _sampling(fleet: RunningFleet) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "said"),
+    ("settings", "said"),
     [
-        ({"synchronous": True}, r"synchronous = true needs a fixed number"),
-        ({"env_placement": "remote"}, r"has ports for 2 workers"),
+        ({"sampling": {"synchronous": True}}, r"synchronous = true needs a fixed number"),
+        ({"sampling": {"env_placement": "remote"}}, r"has ports for 2 workers"),
+        (
+            {"worker": {"window_batches": 1}, "learner": {"steps_per_update": 1024}},
+            "1 workers and the learner would wait",
+        ),
+        ({"broker": {"max_held_batches": 5}}, "3 workers and the learner would wait for each other"),
     ],
 )
-def test_scale_refuses_more_workers_than_a_run_can_have(
-    tmp_path: Path, sampling: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+def test_scale_refuses_a_number_of_workers_that_a_run_cannot_have(
+    tmp_path: Path, settings: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.deploy.fleet.scale.is_alive", lambda pid: True)
     FleetFile(fleet_id="demo", state="running").write(tmp_path / "fleet.json")
-    config = FleetConfig(sampling=SamplingSection.model_validate(sampling), fleet=FleetSection(workers=2))
+    config = build_config({"fleet": {"workers": 2}, **settings})
     (tmp_path / "config.json").write_bytes(orjson.dumps(config.model_dump(mode="json")))
     with pytest.raises(FleetError, match=said):
-        scale(tmp_path, 3, print)
+        scale(tmp_path, 1 if "worker" in settings else 3, print)
     assert asked_workers(tmp_path) is None
 
 
