@@ -69,7 +69,7 @@ def worker(
 @command(
     app,
     "headrace broker --fleet-id demo --run-dir runs/b --redis-url redis://127.0.0.1:6379",
-    "headrace broker --fleet-id demo --set broker.host=0.0.0.0 --set broker.port=5701 --set keys.dir=keys",
+    "headrace broker --fleet-id demo --run-dir runs/c --set broker.host=0.0.0.0 --set keys.dir=keys",
     options="fleet_id redis_url max_env_steps run_dir config sets",
 )
 def broker(

@@ -107,13 +107,13 @@ def up(
         file = str(config_path.absolute()) if config_path else None
         with Fleet(config, run_dir, signals, file, fork_server, record) as fleet:
             set_up_logging(Identity(fleet.fleet_id, "supervisor"), file=run_dir.logs / "supervisor.log")
-            facts = RunFacts(run_dir.path)
             service_manager().follow(fleet.loop)
             with (
                 LogRotation(run_dir.logs),
                 StandstillWatch(fleet.loop, run_dir.path),
                 RunLog(config, fleet.fleet_id, run_dir.path) as run_log,
             ):
+                facts = RunFacts(run_dir.path)
                 try:
                     fleet.start()
                     outcome.start = fleet.numbers_before

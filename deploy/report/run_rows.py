@@ -88,7 +88,7 @@ def evaluation_row(told: Mapping[str, Any], snapshot: Snapshot | None, began_uni
         "elapsed_s": round(told["unix_s"] - began_unix_s, 3),
         "env_steps": RunNumbers.of(snapshot.gauges, snapshot.totals).steps if snapshot is not None else told["steps"],
         "learner_epoch": told["learner_epoch"],
-        "agent_steps": told["steps"],
+        "evaluation/agent_steps": told["steps"],
         "evaluation/episodes": told["episodes"],
         "evaluation/best": int(bool(told.get("best"))),
     }
