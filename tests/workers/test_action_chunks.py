@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
 
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.chunks.spaces import Spaces
@@ -17,6 +18,7 @@ from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import ClipActions
 from headrace.workers.envs.spaces import convert
 from headrace.workers.trained.trained_policy import TrainedPolicy
+from support.envs.native_vectors import vector_of
 from support.envs.toy import Counting, Faulty, check_books, diverge, runner
 from support.envs.toy_agents import multi_runner
 from support.runners.ready import READY
@@ -100,6 +102,15 @@ def test_envs_that_go_on_share_one_pass_every_few_steps() -> None:
         check(sampler.sample(num_timesteps=8 * 12))
         module = sampler.module
         assert module.passes == 4, "at steps 0, 4 and 8, and where episodes begin, at 6"
+
+
+def test_envs_that_wait_for_a_reset_share_the_later_passes() -> None:
+    env = vector_of(Counting, "sync", AutoresetMode.NEXT_STEP)
+    with runner(env, num_envs=4, env_config={"lengths": {0: 5, 1: 50, 2: 50, 3: 50}}, module=Plans) as sampler:
+        for _ in range(6):
+            check(sampler.sample(num_timesteps=4 * 4))
+        module: Any = sampler.module
+        assert module.passes <= 8 + 1, "of 24 polls each fourth, and each sixth, where an episode of env 0 begins"
 
 
 def test_steps_bear_the_weights_that_chose_them() -> None:

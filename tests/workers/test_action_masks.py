@@ -9,14 +9,20 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
 
 from headrace.schemas.chunks.spaces import Dict, Discrete, MultiBinary, Space, Spaces
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvRestartBudgetError, ModuleError
+from headrace.workers import EnvContext
+from headrace.workers.agents.env import MultiAgentEnv
 from headrace.workers.connectors import Connector, FlattenObservations, FrameStack, MeanStd, PreviousActionReward, Rows
+from headrace.workers.envs import restarts
 from headrace.workers.envs.action_masks import ActionMask
 from headrace.workers.envs.spaces import convert
 from headrace.workers.modules import actor_critic
+from support.envs.native_vectors import vector_of
 from support.envs.toy import check_books, runner
+from support.envs.toy_agents import multi_runner
 
 gyms = gym.spaces
 FOUR, VECTOR = gyms.Discrete(4), gyms.Box(-1, 1, (3,))
@@ -249,6 +255,100 @@ def test_a_connector_that_scales_the_mask_is_named_in_the_error() -> None:
     halved = runner(lambda context: Masked(*FORMS["float"]), **settings)
     with halved as sampler, pytest.raises(EnvContractError, match=match):
         sampler.sample(num_timesteps=1)
+
+
+# -- rows that do not act ----------------------------------------------------------------------------------------------
+
+
+class Strict(torch.nn.Module):
+    """Masks as the guide to modules shows, and refuses a row without a legal action."""
+
+    noise_size, noise_kind, obeys_action_mask = 1, "uniform", True
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        mask = batch["obs"]["action_mask"]
+        legal = torch.distributions.Categorical(logits=torch.zeros(mask.shape).masked_fill(mask == 0, -torch.inf))
+        actions = legal.logits.argmax(1)
+        return {"actions": actions, "logp": legal.log_prob(actions)}
+
+    forward_inference = forward_exploration
+
+
+class Closing(Masked):
+    """Has no legal action in its last observation. With `fails` it raises in its fourth step."""
+
+    def __init__(self, context: Any, fails: Any = ()) -> None:
+        super().__init__(*FORMS["binary"])
+        self.fails, self.length = context.vector_index in fails, 7 - 2 * context.vector_index
+
+    def see(self) -> Any:
+        return {**super().see(), "action_mask": self.mask * (self.t < self.length)}
+
+    def step(self, action: Any) -> Any:
+        if self.fails and self.t == 3:
+            raise RuntimeError("env trouble")
+        seen, reward, *_ = super().step(action)
+        return seen, reward, self.t >= self.length, False, {}
+
+
+def check_masks(chunks: Any) -> None:
+    """Check that chunks have the masks as the env gave them."""
+    for chunk in chunks:
+        last = int(chunk.is_done)
+        masks = chunk.obs["action_mask"]
+        assert (masks[: len(masks) - last] == FORMS["binary"][2]).all()
+        assert not masks[len(masks) - last :].any()
+
+
+@pytest.mark.parametrize("how", [{}, {"random_actions": True}], ids=["policy", "random"])
+@pytest.mark.parametrize(
+    ("env", "discards"),
+    [
+        (partial(Closing, fails={1}), {"env_exception"}),
+        (vector_of(Closing, "sync", AutoresetMode.NEXT_STEP), set()),
+    ],
+    ids=["failed", "resetting"],
+)
+def test_a_module_gets_a_legal_action_in_rows_of_envs_that_do_not_act(
+    env: Any, discards: Any, how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", 0.004)
+    with runner(env, num_envs=2, module=Strict, env_restart_attempts=1000) as sampler:
+        for _ in range(5):
+            check_masks(sampler.sample(num_timesteps=20, **how))
+        assert sampler.totals.discarded.keys() == discards
+
+
+class Turns(MultiAgentEnv):
+    """Two agents act by turns, and see no legal action at the end. In odd envs the second begins."""
+
+    possible_agents = ("a", "b")
+
+    def __init__(self, context: EnvContext) -> None:
+        self.first = context.vector_index
+        self.whole = Closing(context)
+        self.observation_spaces = dict.fromkeys("ab", self.whole.observation_space)
+        self.action_spaces = dict.fromkeys("ab", FOUR)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        seen, _ = self.whole.reset(seed=seed)
+        return {"ab"[self.first % 2]: seen}, {}
+
+    def step(self, actions: Any) -> Any:
+        (action,) = actions.values()
+        seen, _, over, *_ = self.whole.step(action)
+        agents = "ab" if over else "ab"[(self.whole.t + self.first) % 2]
+        return dict.fromkeys(agents, seen), dict.fromkeys(agents, 0.0), {"__all__": over}, {"__all__": False}, {}
+
+
+@pytest.mark.parametrize("how", [{}, {"random_actions": True}], ids=["policy", "random"])
+def test_a_module_gets_a_legal_action_in_rows_of_agents_that_do_not_act(how: dict[str, Any]) -> None:
+    with multi_runner(Turns, num_envs=2, module=Strict) as sampler:
+        for _ in range(5):
+            check_masks(sampler.sample(num_timesteps=20, **how))
 
 
 # -- masks in infos ----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
 from headrace.workers import EnvContext, EnvRunnerConfig, MultiAgentEnvRunner
-from headrace.workers.connectors import MeanStd
+from headrace.workers.connectors import ClipActions, MeanStd
 from support.envs.native_vectors import EVERY_KIND, Telling, lives, vector_of
 from support.envs.toy import Counting, Walk, check_books, runner
 
@@ -180,6 +180,27 @@ def test_the_vector_entry_point_of_an_id_gives_only_real_steps() -> None:
     ) as sampler:
         batch = sampler.sample(num_episodes=4)
         assert {(len(chunk), chunk.end) for chunk in batch} == {(6, ChunkEnd.TRUNCATED)}
+
+
+class Wary(SyncVectorEnv):
+    """Takes no action outside its space, even for an env that it only resets."""
+
+    def step(self, actions: Any) -> Any:
+        assert self.action_space.contains(actions), actions
+        return super().step(actions)
+
+
+class Thrust(Counting):
+    action_space = gym.spaces.Box(0.5, 1.0, (2,))  # type: ignore[assignment]
+
+
+def test_a_vector_gets_actions_of_its_space_for_envs_that_it_only_resets() -> None:
+    def wary(context: EnvContext) -> Any:
+        return Wary([lambda i=i: Thrust(context.at(i)) for i in range(2)], autoreset_mode=AutoresetMode.NEXT_STEP)
+
+    with runner(wary, num_envs=2, env_config={"lengths": {0: 3, 1: 5}}, module_to_env=[ClipActions]) as sampler:
+        assert sum(map(len, sampler.sample(num_timesteps=60))) >= 60
+        assert sampler.totals.env_failures == 0
 
 
 def test_num_episodes_gives_at_least_that_many_whole_episodes() -> None:

@@ -23,13 +23,14 @@ from headrace.schemas.errors import (
     WeightsMismatchError,
 )
 from headrace.workers.connectors.connector import Connector
+from headrace.workers.envs import restarts
 from headrace.workers.envs.bounds import ActionLimits
 from headrace.workers.envs.spaces import convert
 from headrace.workers.modules import actor_critic
 from headrace.workers.modules.actor_critic import ActorCritic
 from headrace.workers.policy.acting import Actor
 from headrace.workers.policy.module_weights import read_weights, write_weights
-from support.envs.toy import Counting, runner
+from support.envs.toy import Counting, Faulty, diverge, runner, with_fault
 from support.runners.recurrent import LSTM
 
 WITH = "^with weights version 7 of learner epoch 1"
@@ -475,6 +476,36 @@ def test_a_policy_that_gives_numbers_that_are_not_finite_is_named_and_no_env_get
         assert sampler.totals.env_failures == 0
         module.name = ""
         assert sampler.sample(num_timesteps=4, explore=explore), "it goes on with a policy that is finite again"
+
+
+class _Unit(torch.nn.Module):
+    """Divides by the length of the observation."""
+
+    noise_size, noise_kind = 0, "uniform"
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        unit = batch["obs"] / batch["obs"].norm(dim=1, keepdim=True)
+        return {"actions": torch.zeros(len(unit), dtype=torch.int64), "values": unit[:, 0]}
+
+    forward_inference = forward_exploration
+
+
+def test_numbers_that_are_not_finite_in_rows_of_envs_that_are_down_harm_no_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", 0.004)
+
+    class Far(Faulty):
+        def observe(self) -> Any:
+            return super().observe() + 100
+
+    config = with_fault(diverge, faulty={1}, every=3)
+    with runner(Far, num_envs=2, env_config=config, module=_Unit, env_restart_attempts=1000) as sampler:
+        assert sum(sum(map(len, sampler.sample(num_timesteps=10))) for _ in range(8)) >= 40
+        assert sampler.totals.discarded.keys() == {"env_exception"}
 
 
 class _Acts(_Answers):

@@ -20,7 +20,7 @@ from headrace.schemas.chunks.spaces import (
 from headrace.workers.agents.env import ALL, AgentDict, build_multi_agent_env, gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.lane_report import check_known, read_reset, take_step_apart, with_content
 from headrace.workers.agents.packing import Packing
-from headrace.workers.envs.bounds import nearest_to_zero
+from headrace.workers.envs.bounds import blank_value
 from headrace.workers.envs.checks import check_rewards, end_of
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env
@@ -101,4 +101,4 @@ def _blank(space: Space) -> Any:
         return {key: _blank(sub) for key, sub in space.spaces.items()}
     if isinstance(space, Tuple):
         return tuple(_blank(sub) for sub in space.spaces)
-    return np.full(leaf_shape(space), nearest_to_zero(space), column_dtype(space))
+    return np.full(leaf_shape(space), blank_value("", space), column_dtype(space))

@@ -44,6 +44,7 @@ class VectorConnectors:
         self._agents = np.zeros(width, np.intp)
         self._limits = ActionLimits(spaces.action, "actions")
         """The bounds of choices for the env."""
+        self._idle = blank_columns(spaces.action, "actions", 1)  # sent to a vector that steps rows that do not act too
         outward = self._outward.connect_actions(spaces, width)
         self.spaces = self._inward.connect_observations(outward, width)
         self.sees = bool(self._inward.pieces)
@@ -117,15 +118,12 @@ class VectorConnectors:
             raise ConnectorError(pieces, f"module_to_env made {problem}")
         kept = {name: column for name, column in columns.items() if name.split("/", 1)[0] != "actions_for_env"}
         if acting is not None:
-            made = {name: self._spread(rows, acting) for name, rows in made.items()}
+            spread = {name: self._idle[name].repeat(len(self._all), 0) for name in made}
+            for name, rows in made.items():
+                spread[name][acting] = rows
+            made = spread
         self.outward_s += time.perf_counter() - begun
         return {**kept, **{_sent(name): rows for name, rows in made.items()}}
-
-    def _spread(self, rows: NDArray[Any], lanes: NDArray[np.intp]) -> NDArray[Any]:
-        """Return `rows` at the places of `lanes`, and zeros elsewhere."""
-        spread = np.zeros((len(self._all), *rows.shape[1:]), rows.dtype)
-        spread[lanes] = rows
-        return spread
 
     def freeze(self) -> None:
         """Stop all pieces from learning, for a policy that must not change. Raises `ConnectorError`."""

@@ -161,6 +161,13 @@ class ActionMask:
             flag_of = self._there
         return torch.cat((flags, torch.zeros_like(flags[:, :1])), 1)[:, flag_of]
 
+    def lift(self, columns: Mapping[str, NDArray[Any]], acting: NDArray[np.intp]) -> None:
+        """Make all actions legal in rows that do not act and leave none. A module may fail at such rows."""
+        able = np.logical_and.reduce(np.logical_or.reduceat(self.legal(columns), self._choices, 1), 1)
+        able[acting] = True
+        for name in self._columns:
+            columns[name][~able] = 1
+
     def faults(self, columns: Mapping[str, NDArray[Any]], rows: NDArray[np.intp]) -> list[tuple[int, EnvContractError]]:
         """Return (position in `rows`, error) for each row that may not act: flags other than 0 and 1, or none set."""
         if not len(rows):

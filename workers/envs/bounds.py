@@ -22,6 +22,7 @@ from headrace.schemas.chunks.spaces import (
     leaf_shape,
     leaves,
 )
+from headrace.workers.envs.action_masks import is_mask
 
 if TYPE_CHECKING:  # processes of envs import this file too, and start faster without it
     import torch
@@ -64,27 +65,28 @@ def leaf_bounds(leaf: Leaf) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
 
 
 def blank_columns(space: Space, root: str, rows: int) -> dict[str, NDArray[Any]]:
-    """Return columns of `rows` values inside `space`, for rows that have none: each number as near to 0 as it may be.
+    """Return columns of `rows` values inside `space`, for rows that have none: see `blank_value`.
 
-    A module passes all rows, and would fail at a value outside its space, such as a 0 of `Discrete(3, start=5)`.
+    A module passes all rows, and may fail at other values: at a 0 of `Discrete(3, start=5)`, or at a mask of zeros.
     """
     columns = {name: np.zeros((rows, *leaf_shape(leaf)), column_dtype(leaf)) for name, leaf in leaves(space, root)}
     for name, leaf in leaves(space, root):
-        blank = nearest_to_zero(leaf)
+        blank = blank_value(name, leaf)
         if blank.any():  # pages of zeros take no memory until they are written
             columns[name][...] = blank
     return columns
 
 
-def nearest_to_zero(leaf: Leaf) -> NDArray[Any]:
-    """Return the value inside `leaf` that is nearest to 0, of its shape or one number for all elements."""
+def blank_value(name: str, leaf: Leaf) -> NDArray[Any]:
+    """Return the value inside `leaf` that is nearest to 0, or to 1 in a mask: of its shape, or one number for all."""
+    wanted = np.array(int(is_mask(name)))
     if isinstance(leaf, MultiBinary):
-        return np.zeros((), np.int64)
+        return wanted
     if not isinstance(leaf, Box):
         sizes, start = (leaf.n, leaf.start) if isinstance(leaf, Discrete) else (leaf.nvec, leaf.start)
-        return np.clip(np.zeros((), np.int64), start, np.array(start) + sizes - 1)
+        return np.array(np.clip(wanted, start, np.array(start) + sizes - 1))
     low, high = (np.array(bound, np.float64) for bound in (leaf.flat_low, leaf.flat_high))  # None becomes NaN
-    nearest: NDArray[Any] = np.fmin(np.fmax(0.0, low), high).astype(leaf.dtype)
+    nearest: NDArray[Any] = np.fmin(np.fmax(wanted, low), high).astype(leaf.dtype)
     return nearest.reshape(leaf.shape) if nearest.ndim else nearest
 
 

@@ -18,7 +18,7 @@ from headrace.schemas.basics.printable import brief
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import EnvContractError
-from headrace.workers.envs.bounds import blank_columns, holds, leaf_bounds, nearest_to_zero, whole_array
+from headrace.workers.envs.bounds import blank_columns, blank_value, holds, leaf_bounds, whole_array
 
 LaneIndex = NDArray[np.intp] | None
 """Indices of envs; None means all of them."""
@@ -99,7 +99,7 @@ class Observations:
             _leaf(name, path, leaf, check_bounds)
             for (name, leaf), path in zip(leaves(space, "obs"), _paths(space), strict=True)
         ]
-        self._blanks = {name: nearest_to_zero(leaf) for name, leaf in leaves(space, "obs")}
+        self._blanks = {name: blank_value(name, leaf) for name, leaf in leaves(space, "obs")}
         self.columns: dict[str, NDArray[Any]] = dict(columns or blank_columns(space, "obs", width))
 
     def blank(self, lanes: Any) -> None:

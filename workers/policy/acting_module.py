@@ -156,18 +156,19 @@ class ActingModule:
         when the module fails, `ConnectorError` when a connector does.
         """
         some = None if acting is None or len(acting) == self.width else acting
+        if some is not None and self.mask is not None and not type(self.module).__module__.startswith("headrace."):
+            self.mask.lift(self.connectors.columns, some)
         if random_actions:
             drawn = self._draw(acting)
             self.random.drop(acting)
             self.drop_chosen(acting)
             return self.connectors.for_env(drawn, some)
-        if self.random.told:
-            self.random.drop(acting)
+        self.random.drop(acting)
         assert self._actor is not None, "the runner asks whether there is a module before it samples"
         try:
             noise = self.noise.draw("policy", acting) if explore else None
             if isinstance(self._actor, ActionChunks):
-                columns = self._actor(noise, some, weights_seq)
+                columns = self._actor(noise, some, weights_seq, in_step=self.noise.in_step)
             else:
                 columns = self._actor(noise, some, whole=whole)
         except ModuleError as error:
@@ -179,18 +180,18 @@ class ActingModule:
     def _draw(self, acting: NDArray[np.intp] | None) -> Columns:
         """Return random actions, and the module's own actions for them if the module maps its actions to the env's."""
         drawn = self.random(self.noise.draw("random_actions", acting))
-        if not self._module_maps():
+        if not self._module_maps(acting):
             return drawn
         policy_actions = getattr(self.module, "policy_actions", dict)
         sent = {"actions_for_env" + name.removeprefix("actions"): rows for name, rows in drawn.items()}
         return {**policy_actions(drawn), **sent}
 
-    def _module_maps(self) -> bool:
+    def _module_maps(self, acting: NDArray[np.intp] | None) -> bool:
         """Return whether the module returns "actions_for_env". Takes one forward pass and drops its result."""
         module: Any = self.module
         if self._maps is None and module is not None:
             actor = Actor(module, self.spaces, self.connectors.columns, lambda: 0, device=self._device)
-            columns = actor(np.zeros((self.width, module.noise_size), np.float32))
+            columns = actor(np.zeros((self.width, module.noise_size), np.float32), acting)
             self._maps = action_root(columns) == "actions_for_env"
         return bool(self._maps)
 

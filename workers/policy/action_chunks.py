@@ -45,8 +45,10 @@ class ActionChunks:
         self._chunks: Columns = {}
         """The columns of the rows' chunks, (width, size, ...)."""
 
-    def __call__(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None, weights_seq: int) -> Columns:
-        """Return the columns (width, ...) of one step. `weights_seq` numbers the weights in use."""
+    def __call__(
+        self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None, weights_seq: int, *, in_step: bool
+    ) -> Columns:
+        """Return the columns (width, ...) of a step by weights `weights_seq`; with `in_step` it counts for all rows."""
         if (noise is not None) is not self._explores:
             self._explores, self._chunks = noise is not None, {}
             self.drop(self._every)
@@ -60,7 +62,7 @@ class ActionChunks:
             self._next[due], self._seqs[due] = 0, weights_seq
         steps = np.minimum(self._next, self._size - 1)  # rows without a chunk do not act
         self._next[rows] += 1
-        self._acted[rows] += 1
+        self._acted[... if in_step else rows] += 1
         columns = {name: column[self._every, steps] for name, column in self._chunks.items()}
         return columns | {ACTION_CHUNK_STEP: steps, "weights_seq": self._seqs.copy()}
 

@@ -48,7 +48,7 @@ class PolicyColumns:
         actor = make_actor(module, spaces, seen, lambda: 0, device=device)
         states = actor.memory.of(0) if actor.memory is not None else {}
         noise = np.zeros((1, module.noise_size), np.float32) if settings.explore else None
-        columns = actor(noise, None, 0) if isinstance(actor, ActionChunks) else actor(noise)
+        columns = actor(noise, None, 0, in_step=True) if isinstance(actor, ActionChunks) else actor(noise)
         kinds = {name: (column.dtype, column.shape[1:]) for name, column in columns.items()}
         if maps:
             kinds = {name: kind for name, kind in kinds.items() if name.split("/", 1)[0] != "actions_for_env"}

@@ -96,7 +96,7 @@ class ActionNoise:
 
     def __init__(self, streams_of: StreamsOf, *, in_step: bool) -> None:
         self._streams_of = streams_of
-        self._in_step = in_step
+        self.in_step = in_step
         self.by_use: dict[NoiseUse, NoiseBlocks | RowNoise] = {}
 
     @property
@@ -107,7 +107,7 @@ class ActionNoise:
     def begin(self, use: NoiseUse, size: int, kind: NoiseKind) -> None:
         """Draw `size` numbers a row for `use` from now on."""
         streams = list(self._streams_of(use))
-        if self._in_step:
+        if self.in_step:
             self.by_use[use] = NoiseBlocks(streams, size, kind)
             return
         self.by_use[use] = noise = RowNoise(size, kind)

@@ -186,7 +186,7 @@ class LaneSteps(KeptSteps):
         if fragment.split is not None and fragment.split is not self._policy.split:
             fragment.complete_steps()  # another module acts now
         fragment.aim(self._live)
-        columns = self._choose(None, weights_seq, whole=fragment.split is None)
+        columns = self._choose(self._live, weights_seq, whole=fragment.split is None)
         fragment.put(columns, weights_seq)
         self.envs.send_actions(columns)
 
