@@ -20,7 +20,7 @@ from headrace.workers.envs.spaces import convert
 from headrace.workers.trained.trained_policy import TrainedPolicy
 from support.envs.native_vectors import vector_of
 from support.envs.toy import Counting, Faulty, check_books, diverge, runner
-from support.envs.toy_agents import multi_runner
+from support.envs.toy_agents import Together, multi_runner
 from support.runners.ready import READY
 from support.runners.stand_in_device import stand_in
 
@@ -185,6 +185,29 @@ def test_chunks_made_on_a_device_are_those_of_the_cpu(monkeypatch: pytest.Monkey
 def test_each_agents_seat_has_its_own_chunk() -> None:
     with multi_runner(num_envs=2, env_config={"lengths": [2, 9, 5]}, module=Plans) as sampler:
         assert check(chunk for _ in range(6) for chunk in sampler.sample(num_timesteps=12))
+
+
+class Joined(Together):
+    """In env 1 the second agent comes at step 6; in env 0 it never comes."""
+
+    def _here(self, parts: Any) -> Any:
+        return {agent: part for agent, part in parts.items() if agent != "a1" or (self.index == 1 and self.t >= 6)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        observations, infos = super().reset(seed=seed)
+        return self._here(observations), infos
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, *ends = super().step({"a0": 0, "a1": 0})
+        return self._here(observations), self._here(rewards), *ends
+
+
+def test_an_agent_that_comes_late_leaves_the_chunks_of_the_others() -> None:
+    with multi_runner(Joined, num_envs=2, env_config={"lengths": [20, 20]}, module=Plans) as sampler:
+        chunks = sampler.sample(num_timesteps=30)
+        check(chunks)
+    (own,) = [chunk for chunk in chunks if chunk.env_index == 0]
+    assert own.columns["action_chunk_step"].tolist() == [t % SIZE for t in range(len(own))]
 
 
 def test_the_neighbours_of_an_env_change_nothing() -> None:

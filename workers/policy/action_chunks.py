@@ -72,7 +72,7 @@ class ActionChunks:
 
     def follow(self, earlier: ActionChunks) -> None:
         """Go on with the rows of `earlier`, which had fewer."""
-        known = len(earlier._every)
+        known, self._explores = len(earlier._every), earlier._explores
         for own, other in ((self._acted, earlier._acted), (self._next, earlier._next), (self._seqs, earlier._seqs)):
             own[:known] = other
         for name, column in earlier._chunks.items():
