@@ -384,6 +384,20 @@ def test_a_mask_in_the_info_binds_random_actions_and_the_log_says_that_no_policy
         assert not all(chunk.rewards.all() for chunk in sampler.sample(num_timesteps=90))
 
 
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_a_mask_in_the_info_of_a_native_vector_binds_random_actions_without_infos_in_chunks(mode: Any) -> None:
+    class Says(Told):
+        def told(self) -> Any:
+            return {**super().told(), "unread": float("nan")}
+
+    env = vector_of(lambda context: Says(), "sync", mode)
+    with runner(env, num_envs=2, infos="none") as sampler:
+        for _ in range(3):
+            chunks = sampler.sample(num_timesteps=30, random_actions=True)
+            assert all(chunk.rewards.all() and not chunk.infos for chunk in chunks)
+        assert sampler.totals.env_failures == 0
+
+
 def test_an_unsound_mask_in_an_info_is_that_envs_failure() -> None:
     with runner(lambda context: Told(bad_at=2), restart_failed_sub_environments=False) as sampler:
         assert len(sampler.sample(num_timesteps=2)) == 1, "no policy sees it"

@@ -16,6 +16,7 @@ from headrace.schemas.basics.dropped import when_dropped
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.creators import naming_what_failed
 from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.failures import Failure
@@ -35,6 +36,9 @@ from headrace.workers.envs.recovery import SharedRecovery
 from headrace.workers.envs.spaces import spaces_of
 
 log = logging.getLogger(__name__)
+
+_MASKS = (MASK, f"_{MASK}", "env_id", "_env_id")
+"""Infos that bind random actions, and those that say of which lanes they are."""
 
 
 class NativeLanes(EnvDriver):
@@ -148,9 +152,9 @@ class NativeLanes(EnvDriver):
         self.observations.blank(...)
 
     def _infos_by_lane(self, infos: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Return the infos of lanes, none where the config wants none. Log once what no lane gets."""
-        if not infos or self._table.config.infos == "none":
-            return {}
+        """Return the infos of lanes, only masks where the config wants none. Log once what no lane gets."""
+        if self._table.config.infos == "none":
+            infos = {key: infos[key] for key in _MASKS if key in infos} if MASK in infos else {}
         width = len(self.lanes)
         for key in without_rows(infos, width):
             if key not in self._untold:

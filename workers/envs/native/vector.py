@@ -28,6 +28,7 @@ from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import EnvContractError, EnvHangError, words_of
+from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.checks import own_info, take_reset_apart
 from headrace.workers.envs.driver import Pace
@@ -108,7 +109,7 @@ class NativeVector(NativeLanes):
         rewards = step.rewards if live is None else step.rewards[live]
         error = next(iter(bad.values()), error)
         infos: list[tuple[int, dict[str, Any]]] = []
-        if step.infos and self._table.config.infos == "all":
+        if step.infos and (self._table.config.infos == "all" or MASK in step.infos):
             infos, untold = self._step_infos(step, done)
             bad |= untold
             error = next(iter(bad.values()), error)
@@ -133,7 +134,7 @@ class NativeVector(NativeLanes):
         """Return the infos of lanes that stepped, and errors by lane. A lane that this step only reset has no info."""
         told = self._infos_by_lane(step.infos)
         if self._mode is AutoresetMode.SAME_STEP and done.any():
-            finals = final_infos(step.infos, len(self.lanes))
+            finals = final_infos(step.infos, len(self.lanes)) if self._table.config.infos == "all" else {}
             told |= {lane: finals.get(lane, {}) for lane in np.flatnonzero(done).tolist()}
         infos = [(lane, info) for lane, info in sorted(told.items()) if info and not self._idle[lane]]
         return tell_each(infos, own_info)
