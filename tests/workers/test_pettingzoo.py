@@ -7,8 +7,11 @@ from collections import defaultdict
 from importlib import import_module
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
+from pettingzoo import ParallelEnv
+from pettingzoo.utils.conversions import parallel_to_aec
 
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import EnvContractError
@@ -174,3 +177,45 @@ def test_a_single_agent_runner_refuses_a_multi_agent_env() -> None:
     name = "pettingzoo.classic.rps_v2"
     with pytest.raises(EnvContractError, match="MultiAgentEnvRunner"):
         SingleAgentEnvRunner(EnvRunnerConfig(env=lambda context: _make(name, "env")))
+
+
+class _Clock(ParallelEnv[str, Any, Any]):
+    """Agent "a" has 3 steps and agent "b" 5; `ends` are the flags, terminated or truncated, of each at its end."""
+
+    metadata = {"name": "clock"}  # noqa: RUF012 - as PettingZoo's own envs do
+    possible_agents = ["a", "b"]  # noqa: RUF012
+
+    def __init__(self, ends: dict[str, str]) -> None:
+        self.ends = ends
+
+    def observation_space(self, agent: str) -> Any:
+        return gym.spaces.Box(-1, 1, (1,))
+
+    def action_space(self, agent: str) -> Any:
+        return gym.spaces.Discrete(2)
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.agents, self.t = ["a", "b"], 0
+        return {agent: np.zeros(1, np.float32) for agent in "ab"}, {"a": {}, "b": {}}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self.t, here = self.t + 1, self.agents
+        over = {agent for agent in here if self.t >= {"a": 3, "b": 5}[agent]}
+        self.agents = [agent for agent in here if agent not in over]
+        flags = [{agent: agent in over and self.ends[agent] == flag for agent in here} for flag in ("term", "trunc")]
+        seen, rewards = {agent: np.zeros(1, np.float32) for agent in here}, dict.fromkeys(here, 1.0)
+        return seen, rewards, *flags, {agent: {} for agent in here}
+
+
+@pytest.mark.parametrize("adapted", [lambda env: env, parallel_to_aec], ids=["parallel", "aec"])
+@pytest.mark.parametrize(("a", "b"), [("term", "trunc"), ("trunc", "trunc"), ("trunc", "term")])
+def test_an_episode_ends_as_its_last_agents_do(a: str, b: str, adapted: Any) -> None:
+    told = []
+    callbacks = [{"on_episode_end": lambda episode: told.append(episode.end)}]
+    env = lambda context: adapted(_Clock({"a": a, "b": b}))  # noqa: E731
+    config = EnvRunnerConfig(env=env, policies={"shared": None}, callbacks=callbacks)
+    with MultiAgentEnvRunner(config) as sampler:
+        ends = {c.agent_id: c.end for c in sampler.sample(num_episodes=1, random_actions=True)}
+    names = {"term": ChunkEnd.TERMINATED, "trunc": ChunkEnd.TRUNCATED}
+    assert ends == {"a": names[a], "b": names[b]}
+    assert told == [names[b]]

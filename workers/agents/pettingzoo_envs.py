@@ -38,7 +38,7 @@ class Simultaneous(_Adapted):
     def step(self, actions: AgentDict) -> tuple[AgentDict, ...]:
         """Step all agents."""
         observations, rewards, terminateds, truncateds, infos = self.env.step(actions)
-        return observations, rewards, {**terminateds, ALL: not self.env.agents}, {**truncateds, ALL: False}, infos
+        return observations, rewards, *_ends(not self.env.agents, terminateds, truncateds), infos
 
 
 class TakingTurns(_Adapted):
@@ -82,5 +82,10 @@ class TakingTurns(_Adapted):
             observations[agent], infos[agent] = deepcopy((observation, info))  # the next turn may change them
             terminateds[agent], truncateds[agent] = bool(terminated), bool(truncated)
             env.step(None)
-        terminateds[ALL], truncateds[ALL] = not env.agents, False
-        return observations, rewards, terminateds, truncateds, infos
+        return observations, rewards, *_ends(not env.agents, terminateds, truncateds), infos
+
+
+def _ends(over: bool, terminateds: AgentDict, truncateds: AgentDict) -> tuple[AgentDict, AgentDict]:
+    """Return both with the end of the episode, which is truncated if its last agents are."""
+    cut = over and any(truncateds.values()) and not any(terminateds.values())
+    return {**terminateds, ALL: over and not cut}, {**truncateds, ALL: cut}
