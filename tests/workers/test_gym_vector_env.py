@@ -239,11 +239,13 @@ def test_steps_between_two_failures_keep_an_env_going(ours: Make) -> None:
     assert sum(failure is not None for failure in failures) > 4
 
 
-def test_without_restarts_the_envs_own_error_comes_out(ours: Make) -> None:
-    envs = ours(walk={"lane": 1, "fault": "raises", "at": 1}, restart_failed_sub_environments=False)
+@modes
+def test_without_restarts_the_envs_own_error_comes_out_once(ours: Make, mode: AutoresetMode) -> None:
+    envs = ours(mode, walk={"lane": 1, "fault": "raises", "at": 1}, restart_failed_sub_environments=False)
     envs.reset(seed=1)
     with pytest.raises(RuntimeError, match="diverged"):
-        envs.step(np.zeros(3, np.int64))
+        step_on(envs)
+    check_alike(envs, gymnasiums(mode))
 
 
 def test_a_long_wait_is_told(ours: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

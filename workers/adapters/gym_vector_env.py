@@ -144,8 +144,9 @@ class GymVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
                 self._add_info(infos, {"final_obs": last, "final_info": of_lane.pop(index, {})}, index)
             self._begin_in(over, outcome.failures, obs, of_lane)
         else:
-            self._begin_in(self._over, self._failures, obs, of_lane)
+            before = self._over, self._failures
             self._over, self._failures = over, outcome.failures
+            self._begin_in(*before, obs, of_lane)
         for index in sorted(of_lane):
             self._add_info(infos, of_lane[index], index)
         self._shown = obs
