@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -385,6 +386,22 @@ def test_options_of_a_gym_vector_are_the_task_of_all_envs(env: Any) -> None:
     with pytest.raises(ValueError, match="no finite number"):
         envs.reset(options={"level": float("nan")})
     envs.close()
+
+
+@pytest.mark.parametrize("settings", [{}, IN_PROCESSES], ids=["inline", "process"])
+def test_options_that_all_envs_of_a_gym_vector_refuse_raise_an_error(settings: dict[str, Any]) -> None:
+    config = EnvRunnerConfig(env=f"{HERE}:Optioned", num_envs=2, env_config={"refused": 7}, **settings)
+    envs = GymVectorEnv(config)
+    try:
+        envs.reset(options={"level": 4})
+        with pytest.raises(ConfigError, match=r"options: .*'level': 7.*ValueError: too hard"):
+            envs.reset(options={"level": 7})
+        with pytest.raises(gym.error.ResetNeeded):
+            envs.step(np.zeros(2, np.int64))
+        assert envs.reset(options={"level": 4})[0][:, 0].tolist() == [4.0, 4.0]
+        assert envs.reset()[0][:, 0].tolist() == [NONE, NONE]
+    finally:
+        envs.close()
 
 
 class Switching(RunnerCallback):

@@ -97,7 +97,7 @@ class GymVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
 
         Without a seed, an env's first one is of `config.seed`, and later episodes go on with its own random numbers.
         `options`, as JSON holds them, are the task of all envs until the next call: see `EnvRunner.set_tasks`. Raises
-        `ValueError` for bad seeds or options, else as `step`.
+        `ValueError` for bad seeds or options, `ConfigError` for options that fail 3 resets in a row, else as `step`.
         """
         self._check_open()
         self._resets += 1
@@ -198,6 +198,8 @@ class GymVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
             self._say_waiting()
             time.sleep(_PAUSE_S)
         envs.take_started()
+        if why := self._table.tasks.refused:
+            raise ConfigError(why, key="options")
         self._lengths[lanes] = 0
         for name, column in envs.observations.columns.items():
             obs[name][lanes] = column[lanes]
