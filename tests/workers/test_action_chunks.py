@@ -139,7 +139,7 @@ def test_another_learners_weights_begin_new_chunks() -> None:
         (first, _) = sampler.sample(num_timesteps=6)
         check([first])
         assert first.weights_seq.tolist() == [2, 2, 2]
-        assert first.columns["action_chunk_step"].tolist() == [0, 0, 1]
+        assert first.columns["action_chunk_step"].tolist() == [0, 1, 2]
 
 
 def test_a_failed_env_begins_with_a_new_pass() -> None:
@@ -218,6 +218,25 @@ def test_the_neighbours_of_an_env_change_nothing() -> None:
         return [np.concatenate([chunk.columns[name] for chunk in own]).tolist() for name in ("drawn", "step")]
 
     assert of_env_0(1, {0: 7}) == of_env_0(4, {0: 7, 1: 1, 2: 3, 3: 50})
+
+
+@pytest.mark.parametrize("explore", [True, False])
+@pytest.mark.parametrize(("make", "lengths"), [(runner, {0: 7, 1: 5}), (multi_runner, [7, 5])])
+def test_the_same_random_streams_give_the_same_steps(make: Any, lengths: Any, explore: bool) -> None:
+    def play(sampler: Any) -> Any:
+        chunks = sampler.sample(num_episodes=2)
+        return [(chunk.columns["step"].tolist(), chunk.columns["drawn"].tolist()) for chunk in chunks]
+
+    def player() -> Any:
+        return make(num_envs=2, env_config={"lengths": lengths}, module=Plans, explore=explore)
+
+    with player() as sampler, player() as restored:
+        streams = sampler.get_state(components=["random_streams"])
+        first = play(sampler)
+        restored.set_state(sampler.get_state())
+        assert play(sampler) == play(restored)
+        sampler.set_state(streams)
+        assert play(sampler) == first
 
 
 def test_module_to_env_gets_one_step() -> None:

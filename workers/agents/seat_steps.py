@@ -355,6 +355,8 @@ class SeatSteps(KeptSteps):
 
     def lose_open(self, reason: Discard) -> None:
         """See `SampledSteps`. In episodes that continue, agents that are done lose their steps too."""
+        for policy in self.policies.values():
+            policy.drop_chosen(None)
         lost = sum(lose_episode(episode, reason, self._fragments, self._markers) for episode in self.episodes)
         for module_id, fragment in self._fragments.items():
             lost += lose_ended(fragment, self._goes_on, reason, self._markers[module_id])

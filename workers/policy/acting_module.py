@@ -206,7 +206,7 @@ class ActingModule:
     def drop_chosen(self, rows: NDArray[np.intp] | None) -> None:
         """Drop the actions that were chosen for later steps of `rows` (None: all)."""
         if isinstance(self._actor, ActionChunks):
-            self._actor.drop(np.arange(self.width) if rows is None else rows)
+            self._actor.drop(rows)
 
     def state_in(self, row: int, *, pending: bool) -> dict[str, NDArray[Any]]:
         """Return the row's memory before its next step; with `pending`, before the action that was already chosen."""

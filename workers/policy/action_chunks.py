@@ -21,8 +21,8 @@ class ActionChunks:
         pass                  x           x     x     x
         action_chunk_step     0  1  2  3  0  1  0  1  0  1
 
-    A row needs a pass where its episode begins, and at each `size`-th of all its steps. So the rows that act together
-    share their passes, whichever episodes end when, and the first chunk of an episode may be cut short.
+    A row needs a pass where its episode begins, and at each `size`-th of its steps since all were reset. So rows that
+    act together share their passes, whichever episodes end when, and the first chunk of an episode may be cut short.
 
     The columns have two more than the module's: `ACTION_CHUNK_STEP`, int64 (width,), and "weights_seq", int64 (width,),
     the number of the weights that made the row's chunk.
@@ -66,9 +66,11 @@ class ActionChunks:
         columns = {name: column[self._every, steps] for name, column in self._chunks.items()}
         return columns | {ACTION_CHUNK_STEP: steps, "weights_seq": self._seqs.copy()}
 
-    def drop(self, rows: NDArray[np.intp]) -> None:
-        """Drop what is left of the chunks of `rows`. Each has a pass at its next step."""
-        self._next[rows] = self._size
+    def drop(self, rows: NDArray[np.intp] | None) -> None:
+        """Drop what is left of the chunks of `rows`. Each has a pass at its next step. None: all count from 0."""
+        if rows is None:
+            self._acted[:] = 0
+        self._next[... if rows is None else rows] = self._size
 
     def follow(self, earlier: ActionChunks) -> None:
         """Go on with the rows of `earlier`, which had fewer."""

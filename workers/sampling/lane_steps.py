@@ -325,6 +325,7 @@ class LaneSteps(KeptSteps):
         return not self._policy.connectors.sees
 
     def lose_open(self, reason: Discard) -> None:
+        self._policy.drop_chosen(None)
         for lane in self.envs.lanes:
             episode = lane.episode
             if episode is None:
