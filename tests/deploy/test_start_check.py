@@ -299,6 +299,8 @@ def test_an_env_is_reset_and_stepped_once(fault: str, said: str) -> None:
     assert re.search(f"env 'user:Faulty' failed {said}", mistake(sampling=sampling))
     if "info" in fault:
         check_start(config(sampling={**sampling, "infos": "none"}), lambda step: None)
+        elsewhere = {**sampling, "infos": "none", "env_placement": "process"}
+        assert re.search("an inline env may have others if sampling.infos is none", mistake(sampling=elsewhere))
 
 
 @pytest.mark.usefixtures("user_code")

@@ -91,7 +91,7 @@ def told_info(info: Any) -> tuple[dict[str, Any], bytes]:
     except BaseException as error:
         raise_stop(error)
         seen = f"{_place_of_bad(info)} ({message_of(error):.200})"
-        due = "plain values and arrays, as JSON can hold, unless sampling.infos is none"
+        due = "plain values and arrays, as JSON can hold; an inline env may have others if sampling.infos is none"
         raise EnvContractError("info", seen, due) from error
 
 
