@@ -148,7 +148,7 @@ class WeightPublisher(Closable):
         names, as tied parameters, is sent once. Workers cast floats of any width to those of their module. Integers or
         bools in the place of floats are refused.
 
-        With `partial`, only these tensors change, as those of a LoRA. The others stay as this publisher sent them last,
+        With `partial`, only these tensors change, as a LoRA's, and those tied to them. The others stay as last sent,
         and are not sent again to a broker on another machine. Workers get the whole, or the part if they have the rest.
 
         Raises `NotFiniteError` for NaN and infinities. A module may hold them on purpose, as in a buffer with a mask:

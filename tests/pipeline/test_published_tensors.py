@@ -212,6 +212,29 @@ def test_tied_parameters_are_sent_once(
     assert len({id(array) for array in views.values()}) == 5
 
 
+@pytest.mark.parametrize("name", ["extra", "again"])
+@pytest.mark.parametrize("size", [3_000, 300_000])
+def test_a_part_with_one_name_of_a_tied_parameter_changes_it_at_the_worker(
+    size: int, name: str, broker: BrokerThread, publisher: WeightPublisher, stream: EpisodeStream,
+    start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """`named_parameters()` names a tied parameter once. The part travels over sockets, and with both names."""
+    monkeypatch.setattr("headrace.learner_stub.publishing.broker_weights.is_own_address", lambda endpoint: False)
+    start_worker(ballast=size - 6, tied=True)
+    learnt = build(CART_POLE, ballast=size - 6, tied=True)
+    for value in (1.0, 2.0, 3.0):
+        learnt.extra.fill_(value)  # type: ignore[operator, union-attr]
+        publisher.publish({name: learnt.extra} if value > 1 else learnt.state_dict(), partial=value > 1)
+        next_of(stream, publisher.seq)
+        assert same_bits(built_by_worker(learnt).extra, learnt.extra)  # type: ignore[arg-type]
+    held = decode(broker.ask(lambda b: b.relay.frames)).arrays
+    assert held["extra"].ctypes.data == held["again"].ctypes.data, "sent once"
+    publisher.publish({"extra": torch.zeros(size), "again": torch.ones(size)}, partial=True)
+    next_of(stream, publisher.seq)
+    held = decode(broker.ask(lambda b: b.relay.frames)).arrays
+    assert (held["extra"].max(), held["again"].min()) == (0, 1)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("wrap", ["compile", "compiled parts", "ddp", "ddp of compile", "compile of ddp"])
 def test_names_of_a_wrapped_module_are_those_of_the_module(wrap: str, tmp_path: Path) -> None:
