@@ -199,6 +199,8 @@ def _config_beside(where: str) -> Path | None:
 def _check_policies(policy: SavedPolicy, config: FleetConfig) -> None:
     """Raise `ConfigError` if the settings lack a module of `policy`. Warn of modules without weights."""
     named = sorted(config.sampling.policies or [DEFAULT_MODULE_ID])
+    if len(named) == 1 and policy.modules == [DEFAULT_MODULE_ID]:
+        return  # the only policy's weights may lack its name, as those that a publisher takes
     if not set(policy.modules) <= set(named):
         raise ConfigError(
             f"{policy.source} has {_policies(policy.modules)}, and the settings name {_policies(named)}; give those "

@@ -100,6 +100,10 @@ def test_a_users_own_learner_saves_a_policy_that_load_policy_reads(tmp_path: Pat
     policy = load_policy(tmp_path)
     assert policy.act(SEEN).tolist() == [best_action(module, seen) for seen in SEEN]
     assert "update 4 of learner epoch 1, 640 steps" in policy.source
+    game = gym.make("CartPole-v1")
+    spaces = {"shared": (game.observation_space, game.action_space)}
+    policy = load_policy(tmp_path, settings={"sampling.policies": {"shared": {}}}, spaces=spaces)
+    assert policy.act(SEEN).tolist() == [best_action(module, seen) for seen in SEEN], "the only policy needs no name"
     save_policy(str(tmp_path), module.state_dict(), epoch=3)
     with pytest.raises(FencedError, match="was written by learner epoch 3"):
         save_policy(tmp_path, module.state_dict(), epoch=2)
