@@ -28,7 +28,7 @@ def with_own_logp(module: Any, batch: ChunkBatch) -> ChunkBatch:
     Call it for all batches of an update just before the first epoch. These columns are new, and those of `batch` stay
     as they are:
 
-    - logp: float32 (N,), of the actions taken. action_dist_inputs: (N, ...).
+    - logp: float32 (N,), of the actions taken. action_dist_inputs: (N, ...), unless N is 0.
     - behaviour_logp: what `logp` was before, by the weights that acted; absent where the batch had none.
     - values, next_values: float32 (N,), of the observations before and after each step, as `gae` takes them.
 
@@ -44,8 +44,10 @@ def with_own_logp(module: Any, batch: ChunkBatch) -> ChunkBatch:
             'forward_train({"obs": ...}) and logp(dist_inputs, actions)'
         )
     batch = chosen(batch)
+    before = {"behaviour_logp": batch.columns["logp"]} if "logp" in batch.columns else {}
     if not batch.steps:
-        return batch
+        none = dict.fromkeys(("logp", "values", "next_values"), np.zeros(0, np.float32))
+        return replace(batch, columns={**batch.columns, **before, **none})
     episodes = batch.episodes()
     rows = episodes.step_rows
     device = next((tensor.device for tensor in module.state_dict().values()), None)
@@ -64,7 +66,6 @@ def with_own_logp(module: Any, batch: ChunkBatch) -> ChunkBatch:
     if logp.shape != (batch.steps,):
         raise ModuleError(f"logp returned {tuple(logp.shape)} for {batch.steps} steps; it must be one number a step")
     own = values.astype(np.float32)
-    before = {"behaviour_logp": batch.columns["logp"]} if "logp" in batch.columns else {}
     return replace(
         batch,
         columns={

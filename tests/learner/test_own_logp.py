@@ -137,7 +137,13 @@ def test_a_learner_under_autocast_gets_float32(new_module: Callable[[], Any], ma
 
 def test_steps_that_no_policy_chose_are_left_out(new_module: Callable[[], Any], make_batch: MakeBatch) -> None:
     batch = make_batch([3, 2], [ChunkEnd.ONGOING, ChunkEnd.TERMINATED])
-    assert with_own_logp(new_module(), make_batch([3], [ChunkEnd.ONGOING], flags=RANDOM_ACTIONS)).steps == 0
+    random = make_batch([3], [ChunkEnd.ONGOING], flags=RANDOM_ACTIONS)
+    random.columns.pop("logp", None)
+    for none in (random, make_batch([0], [ChunkEnd.ABORTED])):
+        own = with_own_logp(new_module(), none)
+        assert own.steps == len(own.columns["logp"]) == 0
+        advantages = gae(to_torch(own.episodes()), gamma=0.9, gae_lambda=0.8).advantages
+        assert (advantages.shape, advantages.dtype) == ((0,), torch.float32)
     logged = replace(batch, columns={**batch.columns, "off_policy": np.array([0, 1, 0, 0, 0], np.bool_)})
     assert [len(chunk) for chunk in with_own_logp(new_module(), logged)] == [1, 1, 2]
 
