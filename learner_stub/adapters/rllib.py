@@ -26,7 +26,7 @@ def to_episodes(batch: ChunkBatch) -> list[Any]:
 
         learner.update(episodes=to_episodes(batch))
 
-    - id_ is that of the episode, the same in all of its chunks. t_started is the step at which the chunk starts.
+    - id_ is that of the episode, the same in all of its chunks. t_started counts its agent's steps before the chunk.
     - observations have T+1 rows. The last is the one after the last step, from which RLlib bootstraps; it is never that
       of the next reset. is_terminated and is_truncated are those of the env. A chunk that is cut has neither.
     - rewards are float32. actions are in the module's units.
@@ -75,7 +75,7 @@ def to_episodes(batch: ChunkBatch) -> list[Any]:
             terminated=end == ChunkEnd.TERMINATED,
             truncated=end == ChunkEnd.TRUNCATED,
             extra_model_outputs={name: buffer(column, steps) for name, column in outputs.items()},
-            t_started=table["t_start"][i],
+            t_started=table["episode_length"][i] - table["length"][i],
             agent_id=agent if is_of_several else None,
             module_id=batch.modules[table["module"][i]] if is_of_several else None,
             multi_agent_episode_id=id_ if is_of_several else None,

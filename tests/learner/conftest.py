@@ -32,7 +32,7 @@ def _make_batch(
 ) -> ChunkBatch:
     random = np.random.default_rng(seed)
     table = np.zeros(len(lengths), CHUNK_TABLE)
-    table["length"], table["end"], table["flags"] = lengths, ends, flags
+    table["length"], table["end"], table["flags"], table["episode_length"] = lengths, ends, flags, lengths
     table["episode_return"] = np.arange(len(lengths))
     steps = sum(lengths)
     rows = steps + sum(length > 0 for length in lengths)

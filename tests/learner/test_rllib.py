@@ -15,6 +15,7 @@ from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
+from support.envs.toy_agents import multi_runner, scheduled
 
 MakeBatch = Callable[..., ChunkBatch]
 
@@ -93,13 +94,20 @@ def test_a_chunk_more_takes_little_beside_rllibs_own_constructors(rllib: Any, ma
     assert (own_calls(many) - own_calls(few)) / 100 <= MOST_CALLS_A_CHUNK
 
 
+@pytest.mark.parametrize("agents", [1, 3])
 @pytest.mark.parametrize("horizon", [0, 3])
-def test_chunks_of_one_episode_can_be_joined_by_rllib(rllib: Any, horizon: int) -> None:
+def test_chunks_of_one_episode_can_be_joined_by_rllib(rllib: Any, horizon: int, agents: int) -> None:
+    """Of several agents each pauses in many env steps."""
     config = EnvRunnerConfig(env="CartPole-v1", num_envs=2, seed=0, episode_lookback_horizon=horizon)
-    with SingleAgentEnvRunner(config) as runner:
-        batches = [runner.sample(num_timesteps=12) for _ in range(12)]
+    batches: list[Any]
+    if agents == 1:
+        with SingleAgentEnvRunner(config) as runner:
+            batches = [runner.sample(num_timesteps=12) for _ in range(12)]
+    else:
+        with multi_runner(scheduled([], agents), num_envs=2, episode_lookback_horizon=horizon) as several:
+            batches = [several.sample(num_timesteps=12).batches.get("shared") for _ in range(20)]
     parts: dict[str, list[Any]] = {}
-    for episode in (episode for batch in batches for episode in to_episodes(batch)):
+    for episode in (episode for batch in batches if batch is not None for episode in to_episodes(batch)):
         parts.setdefault(episode.id_, []).append(episode)
     assert max(map(len, parts.values())) > 2
     for first, *others in parts.values():
