@@ -167,15 +167,17 @@ def fit_published(arrays: Arrays, modules: Mapping[str, Shapes], kinds: ModuleKi
 def merge_published(whole: Arrays, part: Arrays) -> Arrays:
     """Return `whole` with the arrays of `part`, whose names may be those of a wrapper, in place of its own.
 
-    What is one array in `whole`, as tied parameters are, changes under all its names. Raises `WeightsMismatchError` for
-    names that `whole` does not have, and for other shapes or kinds of number.
+    What is one array in `whole`, as tied parameters are, changes under all its names. State of connectors may be new,
+    and is not checked. Raises `WeightsMismatchError` for other names that `whole` does not have, and for other shapes
+    or kinds of number.
     """
     bare = {_without_wrappers(name): name for name in whole}
     named = {name if name in whole else bare.get(_without_wrappers(name), name): array for name, array in part.items()}
-    own = {name: whole[name].shape for name in named if name in whole}
-    check_shapes({name: array.shape for name, array in named.items()}, own)
-    _check_kinds(named, own, "".join(kind_of(whole[name].dtype) for name in own), "")
-    tied = {id(whole[name]): array for name, array in named.items()}
+    tensors = {name: array for name, array in named.items() if f"/{CONNECTORS}" not in f"/{name}"}
+    own = {name: whole[name].shape for name in tensors if name in whole}
+    check_shapes({name: array.shape for name, array in tensors.items()}, own)
+    _check_kinds(tensors, own, "".join(kind_of(whole[name].dtype) for name in own), "")
+    tied = {id(whole[name]): array for name, array in tensors.items()}
     return {**{name: tied.get(id(array), array) for name, array in whole.items()}, **named}
 
 

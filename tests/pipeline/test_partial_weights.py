@@ -169,6 +169,30 @@ def test_a_worker_that_missed_the_base_pulls_the_whole(
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.usefixtures("elsewhere")
+def test_a_part_may_have_connector_state_that_the_whole_lacked(
+    size: int, broker: BrokerThread, publisher: WeightPublisher, start_feeder: StartFeeder
+) -> None:
+    """`ConnectorMerger.get_state` has none before the first batch. Broker and workers then get the whole."""
+    feeders = [start_feeder(broker.endpoints.worker)]
+    publisher.publish({"one": whole(size)})
+    acknowledge(publisher)
+    name = "connectors/env_to_module/0.Mine/seen"
+    for seq in (2, 3):
+        learnt = {name: np.full(seq, float(seq))}
+        publisher.publish({"one": {**part(size, seq), **learnt}}, partial=True)
+        acknowledge(publisher)
+        for feeder in [*feeders, start_feeder(broker.endpoints.worker, slot=seq)]:
+            found = wait_until(
+                lambda feeder=feeder, seq=seq: (v := feeder.weights.take()) and v.version == (1, seq) and v, "weights"
+            )
+            assert weights_digest(found.arrays) == found.digest
+            assert found.arrays.keys() == {f"modules/one/{n}" for n in (*whole(size), name)}
+            assert found.arrays[f"modules/one/{name}"].tolist() == learnt[name].tolist()
+            assert found.arrays["modules/one/lora.b"] == seq
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_a_part_on_one_machine_makes_a_whole_in_its_memory(
     size: int, broker: BrokerThread, publisher: WeightPublisher, start_feeder: StartFeeder, sent: list[int]
 ) -> None:
