@@ -85,7 +85,8 @@ class StreamDataset(IterableDataset[Any]):
     The process that makes the dataset has the `WeightPublisher`, which it opens after it. A stream that told it the
     spaces it closes before both. One loop at a time. With `num_workers=0` the dataset is a stream of this process.
 
-    Raises `ConfigError` for `auto_commit=False`: give `EpisodeDataset` a stream then.
+    Raises `ConfigError` for `auto_commit=False`, and for a `position`, from which a second loop would begin again: give
+    `EpisodeDataset` a stream then.
     """
 
     def __init__(
@@ -100,6 +101,9 @@ class StreamDataset(IterableDataset[Any]):
     ) -> None:
         if not options.get("auto_commit", True):
             raise ConfigError("a StreamDataset commits by itself; give EpisodeDataset a stream", key="auto_commit")
+        if options.get("position"):
+            detail = "each loop goes on after what was committed; give EpisodeDataset a stream with this position"
+            raise ConfigError(detail, key="position")
         self._where, self._convert, self._options = where, convert, options
         self._connect_timeout_s = connect_timeout_s
         self._rank, self._world_size = chosen_rank(rank, world_size)

@@ -240,3 +240,6 @@ def test_a_loader_without_worker_processes_reads_as_a_plain_stream(
 def test_a_dataset_of_a_fleet_commits_by_itself(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a StreamDataset commits by itself"):
         StreamDataset(tmp_path, auto_commit=False)
+    place = {"fleet_id": "test", "slot": 0, "incarnation": 1, "settled": {"seq": 3}}
+    with pytest.raises(ConfigError, match="position: each loop goes on after what was committed; give EpisodeDataset"):
+        StreamDataset(tmp_path, position=[place])
