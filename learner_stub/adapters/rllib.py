@@ -32,7 +32,8 @@ def to_episodes(batch: ChunkBatch) -> list[Any]:
     - rewards are float32. actions are in the module's units.
     - extra_model_outputs: the batch's further columns. "logp" is "action_logp", "values" is "vf_preds", and
       "weights_seq_no" has the weights version of each step. Others, such as "action_dist_inputs", keep their names.
-    - Steps before the chunk, which `episode_lookback_horizon` asks for, are its lookback buffer, without infos.
+    - Steps before the chunk, which `episode_lookback_horizon` asks for, are its lookback buffer, without infos and
+      columns that `with_own_logp` made.
     - In an env of several agents each chunk has its agent_id and module_id, and the env's episode as its
       multi_agent_episode_id.
 
@@ -52,16 +53,17 @@ def to_episodes(batch: ChunkBatch) -> list[Any]:
     # All that differs from chunk to chunk, as lists: single records of numpy are slow to read.
     table = {name: batch.table[name].tolist() for name in batch.table.dtype.names or ()}
     bounds, obs_bounds = ((batch.lookback_offsets + own).tolist() for own in (batch.offsets, batch.obs_offsets))
+    own_bounds, looks_back = batch.offsets.tolist(), {_NAMES.get(n, n): LOOKBACK + n in batch.columns for n in rows}
 
     def episode(i: int) -> Any:
         lookback, agent, end = table["lookback"][i], batch.agents[table["agent"][i]], table["end"][i]
 
-        def buffer(columns: Any, part: slice) -> Any:
+        def buffer(columns: Any, part: slice, lookback: int = lookback) -> Any:
             made = buffer_class(map_arrays(itemgetter(part), columns))
             made.lookback = lookback  # its constructor bounds this by the number of keys, where the data is a dict
             return made
 
-        steps, observations = slice(bounds[i], bounds[i + 1]), slice(obs_bounds[i], obs_bounds[i + 1])
+        steps, own, observations = (slice(at[i], at[i + 1]) for at in (bounds, own_bounds, obs_bounds))
         id_, is_of_several = format_episode_id(table["id_high"][i], table["id_low"][i]), agent != DEFAULT_AGENT
         infos = batch.infos.get(i, {})
         return episode_class(
@@ -74,7 +76,9 @@ def to_episodes(batch: ChunkBatch) -> list[Any]:
             rewards=buffer(rewards, steps),
             terminated=end == ChunkEnd.TERMINATED,
             truncated=end == ChunkEnd.TRUNCATED,
-            extra_model_outputs={name: buffer(column, steps) for name, column in outputs.items()},
+            extra_model_outputs={
+                n: buffer(c, steps) if looks_back[n] else buffer(c, own, 0) for n, c in outputs.items()
+            },
             t_started=table["episode_length"][i] - table["length"][i],
             agent_id=agent if is_of_several else None,
             module_id=batch.modules[table["module"][i]] if is_of_several else None,
@@ -103,7 +107,7 @@ def _gymnasium(spaces: str) -> tuple[Any, Any]:
 def _rows(batch: ChunkBatch, name: str) -> NDArray[Any]:
     """Return a copy of a column in which the rows of each chunk follow those of its lookback."""
     own, back, offsets = batch.columns[name], batch.lookback_offsets, batch.offsets_of(name)
-    if not back[-1]:
+    if not back[-1] or LOOKBACK + name not in batch.columns:
         return own.copy()
     starts = np.stack((back[:-1], back[-1] + offsets[:-1]), 1)
     lengths = np.stack((np.diff(back), np.diff(offsets)), 1)

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from headrace.learner_stub.adapters.rllib import to_episodes
+from headrace.learner_stub.rollouts.own_logp import with_own_logp
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
+from headrace.workers.modules import actor_critic
 from support.envs.toy_agents import multi_runner, scheduled
 
 MakeBatch = Callable[..., ChunkBatch]
@@ -118,6 +120,29 @@ def test_chunks_of_one_episode_can_be_joined_by_rllib(rllib: Any, horizon: int, 
                 np.testing.assert_array_equal(back, first.get_rewards(slice(-3, None)))
             first.concat_episode(other)  # checks ids, times and the observation at the seam
     assert any(first.is_terminated for first, *_ in parts.values())
+
+
+def test_columns_of_with_own_logp_have_no_lookback(rllib: Any) -> None:
+    """RLlib takes a lookback buffer of each column's own length, and would read made-up rows without a word."""
+    config = EnvRunnerConfig(env="CartPole-v1", num_envs=2, seed=0, episode_lookback_horizon=3)
+    with SingleAgentEnvRunner(config) as runner:
+        module = actor_critic(runner.spaces)
+        batches = [with_own_logp(module, runner.sample(num_timesteps=12)) for _ in range(4)]
+    parts: dict[str, list[Any]] = {}
+    for batch in batches:
+        assert batch.steps
+        for episode, chunk in zip(to_episodes(batch), (chunk for chunk in batch if len(chunk)), strict=True):
+            episode.validate()
+            for name in ("behaviour_logp", "next_values"):
+                np.testing.assert_array_equal(episode.get_extra_model_outputs(name), chunk.columns[name])
+                back = episode.get_extra_model_outputs(name, slice(-3, 0), neg_index_as_lookback=True)
+                assert len(back) == 0
+            cut = episode.slice(slice(1, None), len_lookback_buffer=1)
+            assert cut.get_extra_model_outputs("next_values").tolist() == chunk.columns["next_values"][1:].tolist()
+            parts.setdefault(episode.id_, []).append(episode)
+    for first, *others in parts.values():
+        for other in others:
+            first.concat_episode(other)
 
 
 def test_infos_and_dict_spaces_stand_where_rllib_looks_for_them(rllib: Any) -> None:
