@@ -31,6 +31,7 @@ from headrace.workers.serving.serving_messages import ClientHeartbeat
 from headrace.workers.serving.session_records import ServingLimits
 from headrace.workers.serving.single_frame import split_frame
 from support.fleets.env_hosts import cable_to
+from support.refusals import refused
 from support.serving.plain_episodes import SPACES, rule
 from support.serving.served import LIMITS, Served
 from support.waiting import TIMEOUT_S, wait_until
@@ -70,6 +71,32 @@ def test_an_action_of_the_clients_own_is_logged(server: Served) -> None:
         client.get_action(episode, [2, 1])
         client.end_episode(episode, [3, 1])
     assert server.episodes.episodes["mine"].actions == [42, rule([2, 1])]
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_another_call_in_place_of_one_that_timed_out_is_refused(server: Served, answered: bool) -> None:
+    """Earlier, it was taken for a repetition: the episode had the policy's action, and the caller did its own."""
+    with PolicyClient(server.endpoint, timeout_s=TIMEOUT_S) as client:
+        episode = client.start_episode()
+        server.hold.set()
+        with ThreadPoolExecutor(1) as pool:
+            client._timeout_s = 0.5
+            with pytest.raises(UnreachableError):
+                client.get_action(episode, [1, 1])
+            client._timeout_s = TIMEOUT_S
+            if answered:
+                server.hold.clear()
+                wait_until(lambda: not server.episodes.waiting, what="the answer that came too late")
+            with refused("step_order", match="was sent as another request; repeat that one, or abort"):
+                client.log_action(episode, [1, 1], 42)
+            with refused("step_order"):
+                client.end_episode(episode, [1, 1])
+            asked = pool.submit(client.get_action, episode, [1, 1])
+            server.hold.clear()
+            assert asked.result() == rule([1, 1])
+        client.log_action(episode, [2, 1], 42)
+        client.end_episode(episode, [3, 1])
+    assert server.episodes.episodes[episode].actions == [rule([1, 1]), 42]
 
 
 def test_threads_of_one_client_wait_side_by_side(server: Served) -> None:

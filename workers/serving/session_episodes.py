@@ -89,7 +89,18 @@ class SessionEpisodes:
         return self._step_again(episode, step, address)
 
     def _step_again(self, episode: EpisodeRecord, step: AnyStep, address: Address) -> Reply | None:
-        """Handle a step that is not new: repeated, out of order, or of an episode that is over."""
+        """Handle a step that is not new: repeated, out of order, or of an episode that is over.
+
+        A repeated step has the kind of the first: nothing else would tell the client of a lost answer what was done.
+        """
+        ends = step.end != "no"
+        taken = episode.reply_to is not None if step.step == episode.step else step.step == episode.step - 1
+        if taken and not episode.over and (ends, not (ends or step.off_policy)) != (episode.ends, episode.wants_action):
+            raise ServingError(
+                f"step {step.step} of episode {step.episode!r} was sent as another request; repeat that one, or abort "
+                "the episode",
+                "step_order",
+            )
         if step.step == episode.step - 1 and episode.last is not None:
             return episode.last
         if episode.over is not None:
