@@ -130,6 +130,33 @@ def test_a_lost_client_costs_only_its_own_episode() -> None:
         check_books(sampler)
 
 
+class _Masked(Idle):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.observation_space = gym.spaces.Dict(action_mask=gym.spaces.MultiBinary(100))
+
+
+def test_an_unsound_mask_costs_only_its_own_episode_and_its_driver_is_told_of_the_mask() -> None:
+    """Earlier, it cost the env with all its episodes, and in the end the worker."""
+    legal, none = ({"action_mask": np.full(100, flag, np.int8)} for flag in (1, 0))
+    with runner(_Masked, external_fragment_max_age_s=0.05, num_envs=2, env_restart_attempts=2) as sampler:
+        episodes, answers = table(sampler), list[Answer]()
+        episodes.start("good")
+        episodes.ask("good", legal, answers.append)
+        for number in range(5):
+            episodes.start(f"bad-{number}")
+            episodes.ask(f"bad-{number}", legal, answers.append)
+            sampler.sample_fragment()
+            episodes.ask(f"bad-{number}", none, answers.append)
+            sampler.sample_fragment()
+            with pytest.raises(EpisodeAbortedError, match=r"\['action_mask'\] should be 1 for at least one action"):
+                episodes.log_returns(f"bad-{number}", 1.0)
+        episodes.end("good", legal, answers.append)
+        assert any(chunk.is_terminated for chunk in sampler.sample_fragment())
+        assert (table(sampler), sampler.totals.env_failures) == (episodes, 0)
+        check_books(sampler)
+
+
 @pytest.mark.parametrize("vanishes", [True, False])
 def test_an_episode_that_both_sides_abort_frees_one_place(vanishes: bool) -> None:
     with idle() as sampler:

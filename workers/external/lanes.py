@@ -275,19 +275,20 @@ class ExternalLanes(LaneDriver):
 
     def end_episodes(self, lanes: Sequence[int]) -> None:
         """Drop the episodes of `lanes`. The driver of an abandoned episode gets an error."""
+        failed = {failure.lane: str(failure.error) for failure in self._table.failed}
         for index in lanes:
             self.lanes[index].episode = None
             self._under_way.discard(index)
             place = self._places.pop(index, None)
             if place is not None:
-                self.episodes.release(place, _GIVEN_UP)
+                self.episodes.release(place, failed.get(index, _GIVEN_UP))
 
     # -- when it fails ------------------------------------------------------------------------------------------------
 
     def try_restart(self) -> None:
         """Handle the failures, and rebuild the env if it failed.
 
-        A client that is gone costs only its own episode. The end of `run()` costs all episodes.
+        A client that is gone, or sent an unsound mask, costs only its own episode. The end of `run()` costs all.
 
         Raises as `EnvDriver.try_restart` does.
         """
@@ -297,11 +298,11 @@ class ExternalLanes(LaneDriver):
                 self.on_failure(self.lanes[failure.lane], failure)
         broken = []
         for failure in failures:
-            match failure.error:
-                case ClientLostError() as error:
+            match failure:
+                case Failure(error=ClientLostError()) | Failure(error=EnvContractError(), stepped=True):
                     failure.note(self._table.totals.failure_groups, self._table.config.env)
-                    logger.warning("%s; %d steps discarded", error, failure.discarded)
-                case CallbackError() if failure.at != "construction":
+                    logger.warning("at %s: %s; %d steps discarded", failure.at, failure.error, failure.discarded)
+                case Failure(error=CallbackError()) if failure.at != "construction":
                     self._charge(failure)
                 case _:
                     broken.append(failure)

@@ -283,8 +283,8 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             if self._events.watches_failures:
                 self._events.aborted(failure.view, failure.reason)
         self.steps.lose(failure, recorded=recorded)
-        self.envs.end_episodes([failure.lane])
         self.envs.fail(failure)
+        self.envs.end_episodes([failure.lane])
 
     def abandon(self, reason: Discard) -> None:
         """End every open episode. Undelivered steps are lost under `reason`; delivered parts get an end marker."""
