@@ -181,6 +181,19 @@ def test_start_episode_waits_for_a_free_place(server: Served) -> None:
         assert small.episodes.episodes[episode].end == "enough"
 
 
+def test_a_client_that_holds_all_places_waits_for_one_of_its_own() -> None:
+    """Earlier, the session's own limit refused it at once."""
+    with Served(replace(LIMITS, max_episodes=1)) as small, PolicyClient(small.endpoint, timeout_s=0.3) as client:
+        episode = client.start_episode()
+        with pytest.raises(NoFreePlaceError, match="1 episodes are open"):
+            client.start_episode()
+        client._timeout_s = TIMEOUT_S
+        with ThreadPoolExecutor(1) as pool:
+            later = pool.submit(client.start_episode)
+            client.abort_episode(episode)
+            client.end_episode(later.result(), [0, 0])
+
+
 @pytest.mark.parametrize("by_tcp", [False, True])
 def test_connecting_to_an_absent_server_raises_unreachable_error(by_tcp: bool, free_port: int, socket_dir: str) -> None:
     endpoint = f"tcp://127.0.0.1:{free_port}" if by_tcp else f"ipc://{socket_dir}/clients-0"

@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodeError
+from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodeError, NoFreePlaceError
 from headrace.schemas.errors.serving import ServingError, code_of
 from headrace.schemas.frames.wire import MessageKind
 from headrace.workers.external.agent_episodes import ExternalAgentEpisodes
@@ -66,9 +66,7 @@ class SessionEpisodes:
             if start.episode in session.ended:
                 raise over_error(start.episode, session.ended[start.episode].over)
             if len(session.open) >= self._limits.max_episodes:
-                raise ServingError(
-                    f"this session has {len(session.open)} open episodes, the most it may have", "server_full"
-                )
+                raise NoFreePlaceError(start.episode, self._limits.max_episodes)
             self._table.start(start.episode, training_enabled=start.training_enabled)
             task = self._table.task_of(start.episode)
             episode = EpisodeRecord(session, start.episode, start.training_enabled, task)
