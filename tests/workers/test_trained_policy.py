@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,17 @@ import torch
 from golden_envs import Choices, Nested, Picture, Push, Walk
 from torch.torch_version import TorchVersion
 
-from headrace.schemas.chunks.spaces import Spaces, leaves
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces, leaves
 from headrace.schemas.errors import ModuleError, PolicyCallError
 from headrace.workers import EnvRunner, EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.agents.examples import TwoCarts, two_carts
 from headrace.workers.connectors import (
+    AgentOneHot,
     ClipActions,
     FlattenObservations,
     FrameStack,
     MeanStd,
+    PreviousActionReward,
     UnsquashActions,
 )
 from headrace.workers.connectors.vector_connectors import join_states
@@ -191,9 +194,9 @@ def test_each_row_of_a_batch_remembers_its_own_episode() -> None:
         other = policy.with_own_memory()
         alone = [other.act(batch[at], rewards=float(at)) for batch in walks]
         assert equal([*alone], [actions[at] for actions in together])
-    assert not equal(policy.act(walks[0]), together[0]), "it remembers"
+    assert not equal(policy.act(walks[0], rewards=0.0), together[0]), "it remembers"
     policy.reset([1])
-    mixed = policy.act(walks[0])
+    mixed = policy.act(walks[0], rewards=0.0)
     assert equal(mixed[1], together[0][1])
     assert not equal(mixed[0], together[0][0])
     with pytest.raises(PolicyCallError, match=r"the batch has 2 rows, and the policy remembers 3 episodes; call reset"):
@@ -265,12 +268,12 @@ def test_a_policy_acts_on_the_device_of_its_config(kind: str, tmp_path: Path, mo
             there = policy_of(config.model_copy(update={"device": "cuda"}), runner, seed=1)
             acted = [there.act(seen[0], explore=True)]
             device.take()
-            acted += [there.act(batch, explore=True) for batch in seen[1:]]
+            acted += [there.act(batch, explore=True, rewards=0.0) for batch in seen[1:]]
             assert device.take() == Counts(there=3, back=3, waits=3)
             if kind == "masked":
                 there.export(path)
             assert {tensor.device.type for tensor in there.module.state_dict().values()} == {"meta"}
-    assert equal(acted, [here.act(batch, explore=True) for batch in seen])
+    assert equal(acted, [here.act(batch, explore=True, rewards=0.0) for batch in seen])
     assert path.exists() == (kind == "masked")
 
 
@@ -485,6 +488,39 @@ def test_a_module_may_be_as_large_as_its_weights() -> None:
         torch.nn.Module().register_buffer("ballast", torch.empty(size))
     with weights_bounded({}), pytest.raises(ModuleError, match="for its 0 weights"):
         torch.nn.Module().register_buffer("ballast", torch.empty(size))
+
+
+def test_a_missing_reward_for_previous_action_reward_is_refused() -> None:
+    """Earlier, the policy saw rewards of 0."""
+    config, runner = trained(Walk, env_to_module=[PreviousActionReward])
+    with runner:
+        policy = policy_of(config, runner)
+    seen = np.zeros((2, 3), np.float32)
+    policy.act(seen)
+    with pytest.raises(PolicyCallError, match=r"call act\(..., rewards=...\)"):
+        policy.act(seen)
+    policy.act(seen, rewards=[1.0, 2.0])
+    policy.reset([1])
+    with pytest.raises(PolicyCallError, match="rewards"):
+        policy.act(seen)
+    policy.reset()
+    policy.act(seen)
+
+
+@pytest.mark.parametrize("agents", [["red", "blue"], []])
+def test_a_missing_agent_for_agent_one_hot_is_refused(agents: list[str]) -> None:
+    """Earlier, it played as the first agent."""
+    spaces = {"shared": Spaces(observation=Box(shape=(2,), dtype="<f4"), action=Discrete(n=2))}
+    pieces = [partial(AgentOneHot, 2)]
+    config = EnvRunnerConfig(
+        env="x:y", policies=["shared"], policy_mapping_fn=lambda *_, **__: "shared", env_to_module=pieces
+    )
+    policy, seen = TrainedPolicy(config, spaces, {}, agents=agents), np.zeros(2, np.float32)
+    for agent in agents:
+        policy.act(seen, agent=agent)
+    for call in ({"agent": "bleu"}, {}, {"module_id": "shared"}):
+        with pytest.raises(PolicyCallError, match=f"which agent acts, and {call.get('agent')!r} is none of"):
+            policy.act(seen, **call)
 
 
 def test_an_observation_of_a_wrong_form_raises_policy_call_error() -> None:

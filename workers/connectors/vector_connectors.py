@@ -130,6 +130,10 @@ class VectorConnectors:
         for pipeline in self._pipelines:
             pipeline.freeze()
 
+    def has(self, kind: type[Any]) -> bool:
+        """Return whether a piece is of `kind`."""
+        return any(isinstance(piece, kind) for pipeline in self._pipelines for piece in pipeline.pieces)
+
     @property
     def first_not_exportable(self) -> str | None:
         """Return the name of the first piece that is not `Exportable`; None where all are."""

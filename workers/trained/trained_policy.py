@@ -15,6 +15,7 @@ from headrace.schemas.chunks.spaces import Dict, Space, Spaces, Tuple, column_dt
 from headrace.schemas.errors import ModuleError, PolicyCallError, which_module_error
 from headrace.workers.annex_parts import part
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.connectors.additions import AgentOneHot, PreviousActionReward
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors, split_states
 from headrace.workers.envs.actions import action_root, to_env_form
@@ -66,7 +67,8 @@ class TrainedPolicy:
         also for a device that is not there, `ModuleError` and `ConnectorError`.
         """
         self._device: ActingDevice | None = None if config.device == "cpu" else part("open_device")(config.device)
-        several = config if config.is_multi_agent else config.model_copy(update={"policies": [next(iter(spaces))]})
+        self._several = config.is_multi_agent
+        several = config if self._several else config.model_copy(update={"policies": [next(iter(spaces))]})
         self._env = config.env
         self._policies = Policies.of(several)
         self.spaces, self.agents = dict(spaces), list(agents)
@@ -130,7 +132,7 @@ class TrainedPolicy:
         agent: Any = None,
         module_id: str | None = None,
         explore: bool = False,
-        rewards: Any = 0.0,
+        rewards: Any = None,
     ) -> Any:
         """Return the action for one observation, or actions (rows, ...) for a batch, in the nesting of the env's space.
 
@@ -138,19 +140,21 @@ class TrainedPolicy:
         an episode of its own. The action is the most likely one; with `explore` it is sampled.
 
         With several policies, name the `agent` that observes, or the `module_id`. Each agent has a memory of its own.
-        `rewards` are those of the last step, for connectors that look at them.
+        `rewards` are those of the last step, for connectors that look at them. `PreviousActionReward` must have them.
 
-        Raises `PolicyCallError` for an observation that is not the policy's or has no legal action, or a batch of
-        another size than the episodes that the policy remembers, `ModuleError` for
-        no known module, and `ModuleError` and `ConnectorError` for their own failures.
+        Raises `PolicyCallError` where `rewards`, or an agent for `AgentOneHot`, are missing, for an observation that is
+        not the policy's or has no legal action, or a batch of another size than the episodes that the policy remembers,
+        `ModuleError` for no known module, and `ModuleError` and `ConnectorError` for their own failures.
         """
         module_id = self._module_of(agent, module_id)
         space = self.spaces[module_id].observation
         columns, many = _read(space, observation)
         rows = len(next(iter(columns.values())))
-        chosen = self._player(agent, module_id, rows).act(
-            columns, np.broadcast_to(rewards, rows), explore, checks_masks=self._checks_masks
-        )
+        player = self._player(agent, module_id, rows)
+        if rewards is None and player.needs_rewards:
+            raise PolicyCallError("PreviousActionReward shows the policy the last reward; call act(..., rewards=...)")
+        rewards = np.broadcast_to(0.0 if rewards is None else rewards, rows)
+        chosen = player.act(columns, rewards, explore, checks_masks=self._checks_masks)
         action, root = self.spaces[module_id].action, action_root(chosen)
         return nest(action, chosen, root) if many else to_env_form(action, chosen, root)[0]
 
@@ -212,6 +216,11 @@ class TrainedPolicy:
         player = self._players.get((agent, module_id))
         if player is None or (player.rows != rows and not player.remembers):
             connectors = self._connectors(module_id, rows, agent)
+            if self._several and agent not in self.agents and connectors.has(AgentOneHot):
+                raise PolicyCallError(
+                    f"AgentOneHot shows the policy which agent acts, and {agent!r:.80} is none of {self.agents!r:.99}; "
+                    "name one of the env's agents (a policy loaded with spaces= knows none)"
+                )
             module, spaces = self.modules[module_id], self.spaces[module_id]
             player = _Player(module_id, module, spaces, connectors, self._streams, self._device)
             self._players[agent, module_id] = player
@@ -248,6 +257,11 @@ class _Player:
         self._begun = np.zeros(rows, bool)
         self._actions: Columns = {}
         """Actions of the last pass."""
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Return whether the next pass shows the module the reward of a last step."""
+        return bool(self._begun.any()) and self._connectors.has(PreviousActionReward)
 
     def forget(self, rows: Sequence[int]) -> None:
         """Begin another episode in each of `rows`."""
