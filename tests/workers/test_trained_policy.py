@@ -331,6 +331,16 @@ def run(path: Path, inputs: dict[str, Any]) -> list[Any]:
     return [part.numpy() for part in (made if isinstance(made, tuple) else (made,))]
 
 
+@pytest.mark.parametrize("scalar", ["observation", "action"])
+def test_a_policy_of_scalars_is_exported(scalar: str, tmp_path: Path) -> None:
+    """Earlier, the error said that the module had other operations than torch's."""
+    one, several = Box(shape=(), dtype="<f4", low=-1.0, high=1.0), Box(shape=(3,), dtype="<f4", low=-1.0, high=1.0)
+    sides = {"observation": several, "action": several, scalar: one}
+    pieces: dict[str, Any] = {"env_to_module": [MeanStd], "module_to_env": [UnsquashActions, ClipActions]}
+    policy = TrainedPolicy(EnvRunnerConfig(env="x:y", **pieces), {"default_policy": Spaces(**sides)}, {})
+    assert policy.export_file(tmp_path / "policy.pt").difference < 1e-5
+
+
 class ThroughNumpy(torch.nn.Module):
     """A module that leaves torch on its way."""
 

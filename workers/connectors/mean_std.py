@@ -151,8 +151,8 @@ class MeanStd(Connector):
 
         scaled = dict(columns)
         for name, known in self._given.items():
-            deviation = np.maximum(np.sqrt(known.variance()), _LEAST_DEVIATION)
-            around = columns[name].double() - torch.from_numpy(known.mean)
+            deviation = np.asarray(np.maximum(np.sqrt(known.variance()), _LEAST_DEVIATION))  # of shape () a number
+            around = columns[name].double() - torch.from_numpy(np.asarray(known.mean))
             scaled[name] = (around / torch.from_numpy(deviation)).clamp(-self._clip, self._clip).float()
         return scaled
 

@@ -225,7 +225,7 @@ def _rows(
 def _tensor(array: NDArray[Any]) -> torch.Tensor:
     import torch
 
-    return torch.from_numpy(array)
+    return torch.from_numpy(np.asarray(array))  # of shape () it may be a number
 
 
 def _shared(bound: NDArray[Any]) -> float | tuple[float | None, ...] | None:
