@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from headrace.schemas.errors.episodes import EpisodeError, EpisodesClosedError
 from headrace.workers.serving.client import PolicyClient
 from support.refusals import refused
 from support.serving.acting_clients import ServingRunner, acting, serving_runner
+from support.waiting import TIMEOUT_S
 
 SEEN = [0.0, 0.0, 0.0, 0.0]
 LOOP: dict[str, Any] = {}
@@ -117,3 +119,19 @@ def test_a_bad_info_of_an_agent_is_refused_with_the_agents_name(make: Any) -> No
         client.get_action(episode, seen)
         client.end_episode(episode, seen)
     assert [info for chunk in there.chunks for info in chunk.infos if info] == [{"a": [0, 1]}]
+
+
+@pytest.mark.parametrize("acts", [False, True], ids=["served", "acting"])
+@pytest.mark.parametrize("unchecked", [False, True])
+def test_clients_check_bounds_if_the_config_says_so(acts: bool, unchecked: bool) -> None:
+    """Earlier, they did so in any case."""
+    with serving_runner(disable_env_checking=unchecked) as there:
+        make: Any = acting if acts else PolicyClient
+        changes: dict[str, Any] = {"disable_env_checking": unchecked} if acts else {"timeout_s": TIMEOUT_S}
+        with make(there.endpoint, **changes) as client:
+            episode = client.start_episode()
+            told = pytest.raises(EnvContractError, match=r"(?s)obs should be within .* got values from 0\.0 to 9\.0")
+            with nullcontext() if unchecked else told:
+                client.get_action(episode, [9.0, 0.0, 0.0, 0.0])
+            client.get_action(episode, SEEN)
+            client.end_episode(episode, SEEN)

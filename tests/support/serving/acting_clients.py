@@ -58,7 +58,10 @@ class ServingRunner:
         )
         several = "policies" in changes
         env = PAIR_ENV if several else "CartPole-v1"
-        self.creator = ServedEnvs(settings, env, keys_dir, socket_dir=socket_dir, several_agents=several)
+        checks = not changes.get("disable_env_checking")
+        self.creator = ServedEnvs(
+            settings, env, keys_dir, socket_dir=socket_dir, several_agents=several, check_bounds=checks
+        )
         kind: Any = MultiAgentEnvRunner if several else SingleAgentEnvRunner
         self.runner = kind(EnvRunnerConfig(env=self.creator, **{**SETTINGS, **changes}))
         self.endpoint = self.runner.env.endpoint

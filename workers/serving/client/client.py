@@ -125,7 +125,7 @@ class PolicyClient(Closable):
             raise
         self.spaces: Spaces | dict[str, Spaces] = served_spaces_from_json(welcome.spaces)
         """The spaces of the one agent, or of each agent by the text of its id."""
-        self._codec = EpisodeCodec.of(self.spaces)
+        self._codec = EpisodeCodec.of(self.spaces, check_bounds=False)  # the server checks, if its config says so
         self._heartbeats = threading.Thread(
             target=_send_heartbeats,
             args=(weakref.ref(self), self._closing, welcome.lease_s / 4),
