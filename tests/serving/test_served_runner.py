@@ -17,6 +17,7 @@ import gymnasium as gym
 import numpy as np
 import orjson
 import pytest
+from golden_dm_env import OfDeepMind
 
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.chunks.chunk import ChunkEnd
@@ -153,6 +154,21 @@ def test_a_client_is_told_the_task_of_its_episode_and_the_chunks_name_it() -> No
                     client.task_of(own)
         told = {chunk.obs[0, 0]: chunk.task and (chunk.task.version, chunk.task.values) for chunk in chunks}
         assert told == {0.0: None, 0.25: ((1, 1), {"level": 3})}
+
+
+def _vector(context: Any) -> Any:
+    return gym.make_vec("CartPole-v1", num_envs=context.num_envs)
+
+
+@pytest.mark.parametrize("like", [_vector, OfDeepMind], ids=["a native vector", "dm_env"])
+def test_each_kind_of_env_may_name_the_spaces_of_one_episode(like: Any) -> None:
+    """Earlier, a vector's batched spaces were served, and an env of dm_env failed."""
+    settings = {"num_envs": 2, "seed": 0}
+    with SingleAgentEnvRunner(EnvRunnerConfig(env=like, **settings)) as stepped:
+        spaces = stepped.get_spaces()
+    served = EnvRunnerConfig(env=ServedEnvs(serving(http_port=None), like, None), **settings)
+    with SingleAgentEnvRunner(served) as sampler:
+        assert sampler.get_spaces()["default_policy"] == spaces["default_policy"]
 
 
 def put(session: str, path: str) -> Any:

@@ -23,7 +23,7 @@ from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers.agents.env import build_multi_agent_env, gym_spaces_of, spaces_by_agent
 from headrace.workers.config import EnvRunnerConfig, runner_config, socket_dir
 from headrace.workers.envs.context import EnvContext
-from headrace.workers.envs.creators import find_creator
+from headrace.workers.envs.creators import build_env, find_creator
 from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.external.env import ExternalEnv, ExternalMultiAgentEnv
 from headrace.workers.external.self_driven import SelfDrivenEnv
@@ -122,11 +122,13 @@ class ServedEnvs:
         return ServingFigures() if dispatcher is None else dispatcher.figures()
 
     def _spaces(self, context: EnvContext) -> tuple[Any, Any]:
-        env = find_creator(self.like)(context)
-        if hasattr(getattr(env, "unwrapped", env), "possible_agents"):  # gymnasium's wrappers hide it
-            seen = f"{type(env).__module__}.{type(env).__qualname__}"
+        found = find_creator(self.like)(context)
+        if hasattr(getattr(found, "unwrapped", found), "possible_agents"):  # gymnasium's wrappers hide it
+            seen = f"{type(found).__module__}.{type(found).__qualname__}"
             raise EnvContractError("environment", seen, "one of one agent; for several give sampling.policies")
-        spaces = env.action_space, env.observation_space
+        env = found if hasattr(found, "action_space") else build_env(lambda _: found, context)  # one of dm_env's
+        prefix = "single_" if hasattr(env, "single_action_space") else ""  # a native vector's other spaces are batched
+        spaces = getattr(env, f"{prefix}action_space"), getattr(env, f"{prefix}observation_space")
         if hasattr(env, "close"):
             env.close()
         return spaces
