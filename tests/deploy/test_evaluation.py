@@ -99,6 +99,12 @@ def test_an_env_that_fails_plays_another_episode_instead() -> None:
     assert set(np.unique([told["length"]["min"], told["length"]["max"]])) == {3, 7}
 
 
+def test_a_failure_of_an_env_that_has_played_its_share_is_not_counted_as_aborted() -> None:
+    config = config_of("support.envs.counting:Spent", env_config={"lengths": {0: 60}}, env_restart_attempts=1000)
+    told = played(config, PlaySettings(episodes=2))
+    assert (told["episodes"], told["length"]["min"], told["aborted"]) == (2, 5, 0)
+
+
 @pytest.mark.thorough
 def test_agents_and_policies_have_their_own_returns(tmp_path: Path) -> None:
     save_run_of_two(tmp_path)

@@ -60,7 +60,7 @@ class EpisodeScores:
     by_policy: dict[str, list[float]] = field(default_factory=dict)
     """Returns of each episode by policy id, summed over the policy's agents; empty in envs of one agent."""
     aborted: int = 0
-    """Number of episodes that failed with their env. The env plays another episode in place of each."""
+    """Number of episodes of the shares that failed with their env, which plays another one in place of each."""
 
     @classmethod
     def of(cls, episodes: int, num_envs: int) -> EpisodeScores:
@@ -187,8 +187,8 @@ class Evaluation:
     def _started(self, episode: Any) -> None:
         self._lacks_task |= episode.task is None
 
-    def _failed(self) -> None:
-        self._scores.aborted += 1
+    def _failed(self, env_index: int) -> None:
+        self._scores.aborted += bool(self._scores.left[env_index])
 
     def play(self, arrays: Arrays, version: Version, stopping: threading.Event, task: Values = None) -> EpisodeScores:
         """Play all episodes with the weights and connector state in `arrays`. A second call plays the same episodes.

@@ -121,6 +121,15 @@ class Unsound(Counted):
         return (answer[0] - 100.0, *answer[1:]) if fault < 0.03 else answer
 
 
+class Spent(Counting):
+    """Env 1 fails at the second step of every episode but its first."""
+
+    def step(self, action: Any) -> Any:
+        if self.index == 1 and self.t == 1 and (self.config.recreated or len(self.seeds) > 1):  # type: ignore[attr-defined]
+            raise RuntimeError("only one episode is in it")
+        return super().step(action)
+
+
 class Broken(Counted):
     """Never makes a step."""
 
