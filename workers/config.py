@@ -50,6 +50,8 @@ class EnvRunnerConfig(SamplingSettings):
     """the policy: "package.module:build" or a callable, called as `build(spaces, **module_config)`"""
     module_config: dict[str, Any] = Field(default={})
     """keyword arguments of the module's builder"""
+    module_compile: bool = False
+    """let torch.compile make the modules' passes; the first one may take a minute"""
     policies: Any = None
     """several agents: module id -> policy, or just the ids; a policy is a PolicySpec, a table of build and config, a
     builder as in `module`, or None for `module` itself"""
@@ -102,6 +104,7 @@ def runner_config(config: FleetConfig) -> EnvRunnerConfig:
         env_hosts_keys_group=config.keys.group,
         module=config.module.build,
         module_config=config.module.config,
+        module_compile=config.module.compile,
     )
 
 

@@ -32,6 +32,8 @@ NOTE = "note: "
 """Prefix of what the process found that is no error."""
 _START_S = 60.0
 """Seconds that the process may take in addition to its env."""
+_COMPILE_S = 300.0
+"""Seconds that it may take to compile modules, as a worker's pass may."""
 
 
 def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignals, fork_server: ForkServer) -> None:
@@ -62,7 +64,8 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
     )
     sampling = config.sampling
     of_env_s = sampling.construct_timeout_s + sampling.env_reset_timeout_s + sampling.env_step_timeout_s
-    limit_s = of_env_s + _START_S
+    rest_s = _START_S + _COMPILE_S * config.module.compile
+    limit_s = of_env_s + rest_s
     ended = threading.Event()
     loop.watch(child.pidfd, ended.set)
     loop.wait(
@@ -87,7 +90,7 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
     if not ended.is_set():
         raise FleetError(
             f"{_step(child)} was not done after {limit_s:g} s: {of_env_s:g} s of 3 * sampling.env_reset_timeout_s "
-            f"and env_step_timeout_s, and {_START_S:g} s for the rest; raise them, or start "
+            f"and env_step_timeout_s, and {rest_s:g} s for the rest; raise them, or start "
             "without: --no-check-env",
             ExitCode.ENV,
         )

@@ -79,6 +79,9 @@ class ModuleSection(ConfigSection):
     """the "package.module:build" of what builds the module"""
     config: dict[str, Any] = Field(default={})
     """keyword arguments of build"""
+    compile: bool = False
+    """let torch.compile make the passes of workers, policy servers and evaluations; the first one may take a minute,
+    later ones on a host are found in torch's folder"""
 
 
 class WorkerSection(ConfigSection):

@@ -273,10 +273,13 @@ def test_a_poll_of_inline_envs_beyond_the_lease_is_told_with_the_remedy() -> Non
     assert not check_start(config(sampling={"env": "user:Faulty"}), lambda step: None)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own, at an import
 @pytest.mark.usefixtures("user_code")
 def test_a_module_must_give_the_outputs_that_the_learner_needs() -> None:
     assert "'user:silent' gives no 'logp' in forward_exploration" in mistake(module={"build": "user:silent"})
     assert "'user:narrow' does not fit its env's spaces" in mistake(module={"build": "user:narrow"})
+    said = mistake(module={"build": "user:narrow", "compile": True})
+    assert "does not fit its env's spaces, or torch does not compile it (module.compile = true): " in said
     own_learner = config(module={"build": "user:bare"}, learner={"enabled": False})
     check_start(own_learner, lambda step: None)  # whose needs are its own affair
 

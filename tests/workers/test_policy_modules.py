@@ -30,7 +30,7 @@ from headrace.workers.modules import actor_critic
 from headrace.workers.modules.actor_critic import ActorCritic
 from headrace.workers.policy.acting import Actor
 from headrace.workers.policy.module_weights import read_weights, write_weights
-from support.envs.toy import Counting, Faulty, diverge, runner, with_fault
+from support.envs.toy import Counting, Faulty, Walk, diverge, runner, with_fault
 from support.runners.recurrent import LSTM
 
 WITH = "^with weights version 7 of learner epoch 1"
@@ -821,3 +821,55 @@ def test_a_module_on_another_device_is_told_so(kind: type[ActorCritic]) -> None:
     module = kind(_spaces(gym.spaces.Discrete(2)), (8,), "tanh", True, 0.0, 1).to("meta")
     with pytest.raises(ModuleError, match=says), runner("CartPole-v1", module=lambda _: module) as sampler:
         sampler.sample(num_timesteps=8)
+
+
+class Remembering(torch.nn.Module):
+    """A user's module, with a memory, which reads `t`."""
+
+    noise_size, noise_kind = 1, "uniform"
+
+    def __init__(self, spaces: Any) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+
+    def initial_state(self) -> dict[str, torch.Tensor]:
+        return {"h": torch.zeros(2)}
+
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        h = torch.tanh(self.layer(batch["obs"]) + batch["state_in"]["h"])
+        actions = (batch["noise"][:, 0] < torch.sigmoid(h[:, 0])).long()
+        return {"actions": actions, "values": h[:, 1], "t": actions * 0 + batch["t"], "state_out": {"h": h}}
+
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return self.forward_exploration({**batch, "noise": torch.full((len(batch["obs"]), 1), 0.5), "t": 0})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own, at an import
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("explore", [True, False])
+def test_a_compiled_pass_gives_the_same_numbers_and_takes_new_weights(
+    backend: str, explore: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    compiler = torch.compile
+
+    def compiled(call: Any) -> Any:
+        calls.append(call.__name__)
+        return compiler(call, backend=backend)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    seen = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        with runner(Walk, module=Remembering, num_envs=3, explore=explore, module_compile=compiles) as sampler:
+            before = sampler.sample(num_timesteps=30)
+            weights = {name: array * 0 + 0.1 for name, array in sampler.get_state()["rl_module"].items()}
+            sampler.set_weights(weights, 1)
+            seen.append([*before, *sampler.sample(num_timesteps=30)])
+    assert calls == ["forward_exploration", "forward_inference"]
+    plain, made = seen
+    assert [len(chunk) for chunk in made] == [len(chunk) for chunk in plain]
+    for one, other in zip(plain, made, strict=True):
+        assert one.columns.keys() == other.columns.keys() >= {"t", "values"}
+        for name, column in one.columns.items():
+            np.testing.assert_allclose(other.columns[name], column, rtol=1e-5, err_msg=name)

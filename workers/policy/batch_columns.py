@@ -38,16 +38,17 @@ class PolicyColumns:
         *,
         maps: bool,
         device: ActingDevice | None = None,
+        rows: int = 1,
     ) -> PolicyColumns:
-        """Return the columns of external envs' batches by `module`, found by one pass on blank observations.
+        """Return the columns of external envs' batches by `module`, found by one pass on `rows` blank observations.
 
         `spaces` are the module's. `maps`: module_to_env makes the envs' actions. The module is moved to `device`.
         Raises `ModuleError`.
         """
-        seen = blank_columns(spaces.observation, "obs", 1)
+        seen = blank_columns(spaces.observation, "obs", rows)
         actor = make_actor(module, spaces, seen, lambda: 0, device=device)
         states = actor.memory.of(0) if actor.memory is not None else {}
-        noise = np.zeros((1, module.noise_size), np.float32) if settings.explore else None
+        noise = np.zeros((rows, module.noise_size), np.float32) if settings.explore else None
         columns = actor(noise, None, 0, in_step=True) if isinstance(actor, ActionChunks) else actor(noise)
         kinds = {name: (column.dtype, column.shape[1:]) for name, column in columns.items()}
         if maps:

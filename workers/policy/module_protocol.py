@@ -161,6 +161,19 @@ def build_module(module: str | Callable[..., Any], spaces: Spaces, module_config
     return built
 
 
+def compile_passes(module: Any) -> None:
+    """Let `torch.compile` make the module's passes at their first calls, or `forward_outputs` where passes call that.
+
+    Raises `ModuleError` where torch has no compiler for this version of Python.
+    """
+    both = "forward_exploration", "forward_inference"
+    for name in ("forward_outputs",) if has_newest(module, "forward_outputs", *both) else both:
+        try:
+            setattr(module, name, torch.compile(getattr(module, name)))
+        except RuntimeError as error:
+            raise ModuleError(f"module.compile = true cannot be had here: {words_of(error)}") from error
+
+
 @contextmanager
 def weights_bounded(weights: Mapping[str, NDArray[Any]]) -> Iterator[None]:
     """Bound the parameters and buffers of each module that this thread builds, for which these `weights` are.

@@ -33,7 +33,7 @@ from headrace.workers.metrics.timers import ENV, SAMPLING, SERIALISE, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.batch_columns import PolicyColumns
-from headrace.workers.policy.module_protocol import build_module
+from headrace.workers.policy.module_protocol import build_module, compile_passes
 from headrace.workers.randomness.seeds import SeedTree, episode_id_high
 from headrace.workers.runner.client_chunks import ClientChunks, take_over
 from headrace.workers.runner.policy_names import ModuleIdNames, Selection, Wanted
@@ -197,6 +197,8 @@ class EnvRunner(ABC, Generic[Batch]):
             module: torch.nn.Module = build_module(builder, spaces, settings).eval()
         except NotImplementedError:
             return None
+        if self.config.module_compile:
+            compile_passes(module)
         return module
 
     def _make_parts(self) -> None:

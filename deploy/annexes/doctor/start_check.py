@@ -60,7 +60,8 @@ def check_start(config: FleetConfig, say: Say) -> str:
     if not runner.is_multi_agent:
         _check_sizes(config, spaces[DEFAULT_MODULE_ID])
     if not all(policy.module == DEFAULT_MODULE and not policy.module_config for policy in policies.values()):
-        say("building the modules of " + ", ".join(sorted({repr(policy.module) for policy in policies.values()})))
+        what = "compiling" if config.module.compile else "building"
+        say(f"{what} the modules of " + ", ".join(sorted({repr(policy.module) for policy in policies.values()})))
         _check_modules(config, runner, policies, spaces, device)
     return _slow_polls(config, took_s)
 
@@ -172,7 +173,7 @@ def _check_modules(
     """Build each module as workers do, let it act once, and build it as the learner does. Raises `ModuleError`."""
     from headrace.learner_stub.reference.policies import build_policies
     from headrace.workers.policy.batch_columns import PolicyColumns
-    from headrace.workers.policy.module_protocol import build_module
+    from headrace.workers.policy.module_protocol import build_module, compile_passes
 
     trained = config.learner.policies_to_train
     for module_id, policy in policies.items():
@@ -180,11 +181,17 @@ def _check_modules(
             module = build_module(policy.module, spaces[module_id], policy.module_config).eval()
         except NotImplementedError:
             continue  # the policy acts at random
+        rows = 1
+        if config.module.compile:
+            compile_passes(module)
+            rows = config.sampling.num_envs  # workers then find what torch keeps of this compilation on disk
         try:
             own = spaces[module_id]
-            columns = PolicyColumns.of(module, own, own, runner, maps=False, device=device).kinds
+            columns = PolicyColumns.of(module, own, own, runner, maps=False, device=device, rows=rows).kinds
         except ModuleError as error:
-            raise ModuleError(f"module {policy.module!r} does not fit its env's spaces: {error}") from error.__cause__
+            compiles = ", or torch does not compile it (module.compile = true)" * config.module.compile
+            fault = f"module {policy.module!r} does not fit its env's spaces{compiles}: {error}"
+            raise ModuleError(fault) from error.__cause__
         is_trained = config.learner.enabled and (trained is None or module_id in trained)
         if is_trained and "logp" not in columns:
             raise ModuleError(
