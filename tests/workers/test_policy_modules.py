@@ -836,12 +836,15 @@ class Remembering(torch.nn.Module):
         return {"h": torch.zeros(2)}
 
     def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
-        h = torch.tanh(self.layer(batch["obs"]) + batch["state_in"]["h"])
-        actions = (batch["noise"][:, 0] < torch.sigmoid(h[:, 0])).long()
-        return {"actions": actions, "values": h[:, 1], "t": actions * 0 + batch["t"], "state_out": {"h": h}}
+        return self.answer(batch, batch["noise"][:, 0], batch["t"])
 
     def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return self.forward_exploration({**batch, "noise": torch.full((len(batch["obs"]), 1), 0.5), "t": 0})
+        return self.answer(batch, torch.full((len(batch["obs"]),), 0.5), 0)
+
+    def answer(self, batch: dict[str, Any], below: torch.Tensor, t: int) -> dict[str, Any]:
+        h = torch.tanh(self.layer(batch["obs"]) + batch["state_in"]["h"])
+        actions = (below < torch.sigmoid(h[:, 0])).long()
+        return {"actions": actions, "values": h[:, 1], "t": actions * 0 + t, "state_out": {"h": h}}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own, at an import
