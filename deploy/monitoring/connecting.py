@@ -17,17 +17,17 @@ from headrace.schemas.basics.printable import one_line
 from headrace.schemas.credentials.key_files import key_name
 from headrace.schemas.credentials.keys import BROKER
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
-from headrace.schemas.settings.config import FleetConfig, is_loopback
+from headrace.schemas.settings.config import FleetConfig, host_on_any_machine, is_loopback
 from headrace.schemas.settings.config_loading import by_key, known_keys
 
 _SHOWN_ADDRESSES = 3
 _OF_WORKERS = (
-    *("sampling.", "module.", "worker.", "keys.", "broker.max_", "broker.overflow", "fleet.workers", "ray.workers"),
-    *("learner.enabled", "learner.policies_to_train", "learner.steps_per_update"),
+    *("sampling.", "module.", "worker.", "serving.", "keys.", "broker.lease_s", "broker.max_", "broker.overflow"),
+    *("fleet.workers", "ray.workers", "learner.enabled", "learner.policies_to_train", "learner.steps_per_update"),
 )
 """Prefixes of the keys that a worker reads."""
-_OF_ENV_PORTS = ("broker.allow_insecure", "broker.host")
-"""Keys by which a worker chooses its port for env hosts."""
+_OF_PORTS = ("broker.allow_insecure", "broker.host")
+"""Keys by which a worker chooses its ports for env hosts and clients."""
 _OF_ENV_HOSTS = (
     "keys.",
     "sampling.disable_env_checking",
@@ -90,10 +90,12 @@ def worker_command(config: FleetConfig, at: Endpoints, run_dir: Path, fleet_id: 
 
 
 def _command_elsewhere(config: FleetConfig, at: Endpoints, fleet_id: str) -> str:
-    """Return the command that starts a worker, with all settings that it needs."""
+    """Return the command that starts a worker on any machine, with all settings that it needs."""
     where = f"--endpoint {_reachable(at['worker'])} --fleet-id {fleet_id}"
-    of_ports = _OF_ENV_PORTS if config.sampling.env_placement == "remote" else ()
-    return f"headrace worker {where}{_settings(config, (*_OF_WORKERS, *of_ports))}"
+    sampling, serving = config.sampling, config.serving
+    has_ports = sampling.env_placement == "remote" or sampling.env_hosts_port or serving.enabled
+    config = config.replaced({"worker.advertise": "", "serving.host": host_on_any_machine(serving.host)})
+    return f"headrace worker {where}{_settings(config, (*_OF_WORKERS, *(_OF_PORTS if has_ports else ())))}"
 
 
 def env_host_command(config: FleetConfig, at: Endpoints) -> str:

@@ -179,6 +179,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def host_on_any_machine(host: str) -> str:
+    """Return what a worker on any machine binds where one binds `host` here: loopback or all addresses; "" for ""."""
+    return host and "127.0.0.1" if is_loopback(host) else "::" if ":" in host else "0.0.0.0"
+
+
 class LearnerSection(ConfigSection):
     """Settings of the reference learner.
 
@@ -469,8 +474,7 @@ class FleetConfig(ConfigSection):
 
         "": on a Unix socket.
         """
-        host = self.broker.host
-        return host and "127.0.0.1" if is_loopback(host) else "::" if ":" in host else "0.0.0.0"
+        return host_on_any_machine(self.broker.host)
 
     @property
     def _modules(self) -> int:
