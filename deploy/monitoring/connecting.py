@@ -14,8 +14,9 @@ import orjson
 from headrace.deploy.report.progress import number
 from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.schemas.basics.printable import one_line
+from headrace.schemas.basics.run_files import rendezvous_path
 from headrace.schemas.credentials.key_files import key_name
-from headrace.schemas.credentials.keys import BROKER
+from headrace.schemas.credentials.keys import BROKER, CLIENT, ENV_HOST, TOKEN_FILE
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.settings.config import FleetConfig, host_on_any_machine, is_loopback
 from headrace.schemas.settings.config_loading import by_key, known_keys
@@ -29,7 +30,7 @@ _OF_WORKERS = (
 _OF_PORTS = ("broker.allow_insecure", "broker.host")
 """Keys by which a worker chooses its ports for env hosts and clients."""
 _OF_ENV_HOSTS = (
-    "keys.",
+    *("broker.lease_s", "keys.", "worker.connect_timeout_s", "worker.ends_with_fleet"),
     "sampling.disable_env_checking",
     "sampling.env_c",
     "sampling.env_process",
@@ -51,11 +52,15 @@ def how_to_connect(
     `lease` is that of the learner that came last.
     """
     at = _as_others_reach(config, at)
-    if config.broker.host and config.keys.dir:
-        files, keys = f"{key_name('worker', config.keys.group)}.secret and {BROKER}.public", config.keys.dir
+    remote, served = config.sampling.env_placement == "remote", config.serving.enabled
+    own_name, has_keys = key_name("worker", config.keys.group), config.broker.host and config.keys.dir
+    if has_keys:
         command = _command_elsewhere(config.replaced({"keys.dir": "keys"}), at, fleet_id)
-        copies = f"copies of {files} from {Path(keys).absolute()} in a folder keys"
-        yield f"start workers elsewhere, with {copies}: {command}"
+        by_http = served and config.serving.http_port is not None
+        of_peers = {f"{ENV_HOST}.public": remote, f"{CLIENT}.public": served, TOKEN_FILE: by_http}
+        files = (name for name, is_needed in of_peers.items() if is_needed)
+        copies = _copies(config, f"{own_name}.secret", f"{BROKER}.public", *files)
+        yield f"start workers elsewhere, {copies}: {command}"
     elif not config.fleet.workers and not config.ray.workers:
         yield f"start workers with: {worker_command(config, at, run_dir, fleet_id)}"
     if not config.learner.enabled:
@@ -67,10 +72,18 @@ def how_to_connect(
             yield f"connect a learner of your own:\n{_learner_lines(config, at)}"
         if not last and not (run_dir / NEWEST_FILE).exists():
             yield f"or start the reference learner: headrace learner --run-dir {run_dir}"
-    if config.sampling.env_placement == "remote" and not config.fleet.env_hosts:
-        yield f"start one env host or more for each worker: {env_host_command(config, at)}"
-    if config.serving.enabled and config.fleet.workers:
+    if remote and not config.fleet.env_hosts:
+        of_host = config.replaced({"keys.dir": "keys", "keys.group": ""}) if has_keys else config
+        copies = f", {_copies(config, f'{ENV_HOST}.secret', f'{own_name}.public')}" if has_keys else ""
+        yield f"start one env host or more for each worker{copies}: {env_host_command(of_host, at, run_dir)}"
+    if served and config.fleet.workers:
         yield f"connect clients to {client_addresses(at)}"
+
+
+def _copies(config: FleetConfig, *files: str) -> str:
+    """Return, in words, the key files that a peer on another machine needs."""
+    names = f"{', '.join(files[:-1])} and {files[-1]}"
+    return f"with copies of {names} from {Path(config.keys.dir).absolute()} in a folder keys"
 
 
 def _as_others_reach(config: FleetConfig, at: Endpoints) -> Endpoints:
@@ -98,11 +111,12 @@ def _command_elsewhere(config: FleetConfig, at: Endpoints, fleet_id: str) -> str
     return f"headrace worker {where}{_settings(config, (*_OF_WORKERS, *(_OF_PORTS if has_ports else ())))}"
 
 
-def env_host_command(config: FleetConfig, at: Endpoints) -> str:
-    """Return the command that starts an env host."""
+def env_host_command(config: FleetConfig, at: Endpoints, run_dir: Path) -> str:
+    """Return the command that starts an env host. If no worker is known yet, the host finds one at the rendezvous."""
     found = _addresses([_reachable(at[name]) for name in at if name.startswith("envs-")])
-    settings = _settings(config, _OF_ENV_HOSTS)
-    return f"headrace env-host --connect {found} --env {shlex.quote(config.sampling.env)}{settings}"
+    rendezvous = shlex.quote(str(rendezvous_path(config.fleet.rendezvous, run_dir)))
+    place = f"--connect {found}" if found else f"--rendezvous {rendezvous}"
+    return f"headrace env-host {place} --env {shlex.quote(config.sampling.env)}{_settings(config, _OF_ENV_HOSTS)}"
 
 
 def named_learner(lease: Mapping[str, Any]) -> str:

@@ -217,7 +217,7 @@ def _why_envs_silent(facts: Facts, key: str, name: str, told: Mapping[str, Any])
         return None
     if _is_remote(facts) and isinstance(told.get("env_hosts"), Mapping) and not hosts_of(told)[0]:
         sentence = f"waiting for {name}: no env host serves its envs, for {silent_s:.0f} s"
-        return observe(facts, "no_env_hosts", key, sentence, silent_s, command=_host_command(facts))
+        return observe(facts, "no_env_hosts", key, sentence, silent_s, command=host_command(facts))
     call = one_line(str(told.get("env_call", "")))
     sentence = f"waiting for {name}: {call or f'none of its envs has answered for {silent_s:.0f} s'}"
     limit = re.search(r"\((?:2 \* )?(env_\w+_timeout_s) = ", call)
@@ -235,7 +235,7 @@ def _building(facts: Facts, building: list[ProcessState]) -> Observation:
         sentence = f"waiting for the env hosts of {whom} ({age_s:.0f} s so far)"
         return observe(facts, "worker_building", whom, sentence, age_s)
     sentence = f"waiting for env hosts for {whom}"
-    return observe(facts, "no_env_hosts", whom, sentence, age_s, command=_host_command(facts))
+    return observe(facts, "no_env_hosts", whom, sentence, age_s, command=host_command(facts))
 
 
 def _is_remote(facts: Facts) -> bool:
@@ -248,8 +248,10 @@ def hosts_of(told: Mapping[str, Any]) -> tuple[float, float]:
     return (number(hosts.get("connected")), number(hosts.get("wanted"))) if isinstance(hosts, Mapping) else (0.0, 0.0)
 
 
-def _host_command(facts: Facts) -> str:
-    return "" if facts.config is None else env_host_command(facts.config, facts.endpoints)
+def host_command(facts: Facts) -> str:
+    """Return the command that starts an env host; "" without the fleet's settings."""
+    config, run_dir = facts.config, facts.run_dir
+    return "" if config is None or run_dir is None else env_host_command(config, facts.endpoints, run_dir)
 
 
 def _age(facts: Facts, states: Sequence[ProcessState]) -> float:

@@ -6,16 +6,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from headrace.deploy.monitoring.connecting import (
-    client_addresses,
-    env_host_command,
-    named_learner,
-    start_of_learner,
-    worker_command,
-)
+from headrace.deploy.monitoring.connecting import client_addresses, named_learner, start_of_learner, worker_command
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import Observation, observe
-from headrace.deploy.monitoring.process_checks import NUMBER, States, hosts_of, names_of
+from headrace.deploy.monitoring.process_checks import NUMBER, States, host_command, hosts_of, names_of
 from headrace.deploy.report.progress import number
 from headrace.deploy.run.annexes import part
 from headrace.deploy.run.redis_view import crowded_learner
@@ -105,10 +99,9 @@ def failing_envs(facts: Facts) -> Iterator[Observation]:
         if count >= _MANY and age_s < _FAILED_LATELY_S and _fails_often(facts, state, count):
             failing.setdefault(("envs_failing", cause), []).append(slot)
         elif 0 < connected < wanted and down and number(state.get("env_steps")):
-            command = "" if facts.config is None else env_host_command(facts.config, facts.endpoints)
             of_all = f"{down:.0f} of {number(state.get('num_envs')):.0f} envs"
             sentence = f"{name} has {connected:.0f} of {wanted:.0f} env hosts; {of_all} wait for one"
-            yield observe(facts, "env_hosts_missing", name, sentence, command=command)
+            yield observe(facts, "env_hosts_missing", name, sentence, command=host_command(facts))
         elif count and down:
             failing.setdefault(("envs_down", cause), []).append(slot)
     for (kind, _), slots in failing.items():

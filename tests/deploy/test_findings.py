@@ -23,6 +23,7 @@ from headrace.schemas.settings.config import BrokerSection, FleetConfig, Learner
 from headrace.schemas.settings.config import SamplingSection as Sampling
 from headrace.schemas.settings.config_loading import known_keys
 from support.fleets.known_facts import (
+    AT,
     LEASE,
     NOW,
     STILL,
@@ -203,13 +204,13 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
         having("worker-0", healthy(config=REMOTE), doing="building"),
         "no_env_hosts",
         "waiting for env hosts for worker-0",
-        "headrace env-host --connect",
+        "headrace env-host --rendezvous /runs/a/rendezvous.json --env CartPole-v1",
     ),
     "all env hosts gone": (
         told(healthy(config=REMOTE), workers={0: HOSTLESS, 1: WORKER}),
         "no_env_hosts",
         "no env host serves its envs, for 15 s",
-        "headrace env-host --connect",
+        "headrace env-host --rendezvous",
     ),
     "a worker the broker does not know": (
         told(workers={0: WORKER}),
@@ -385,10 +386,10 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
         "tail /runs/a/logs/worker-0.log",
     ),
     "some env hosts gone": (
-        told(healthy(config=REMOTE), workers={0: ONE_HOST, 1: WORKER}),
+        told(healthy(config=REMOTE, endpoints=AT | {"envs-0": "tcp://a:5800"}), workers={0: ONE_HOST, 1: WORKER}),
         "env_hosts_missing",
         "worker-0 has 1 of 2 env hosts; 4 of 8 envs wait for one",
-        "headrace env-host --connect",
+        "headrace env-host --connect tcp://a:5800 --env CartPole-v1",
     ),
     "a batch refused again and again": (
         told(healthy(recent=BEFORE), {"messages_refused": 9.0}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import shlex
 import shutil
 import stat
@@ -10,11 +11,13 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.deploy.monitoring.connecting import how_to_connect
 from headrace.deploy.run.key_pairs import add_key, make_keys
+from headrace.schemas.credentials.keys import port_keys, read_client_keys
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.settings.config_loading import build_config, load_config
 from support.fleets.running_fleet import RunningFleet
@@ -107,8 +110,8 @@ def test_the_line_names_the_key_of_the_group_and_the_port_for_env_hosts_where_th
         "fleet": {"workers": 0},
     }
     at = {"worker": "tcp://10.0.0.1:5701", "learner": "tcp://10.0.0.1:5702"}
-    (said,) = [line for line in how_to_connect(build_config(settings), at, tmp_path, "demo", {}) if "worker " in line]
-    assert "copies of worker.gpu.secret and broker.public" in said
+    said, _ = how_to_connect(build_config(settings), at, tmp_path, "demo", {})
+    assert "copies of worker.gpu.secret, broker.public and env-host.public" in said
     words = shlex.split(said.partition("headrace worker ")[2])
     sets = [word.partition("=")[::2] for flag, word in pairwise(words) if flag == "--set"]
     given: dict[str, dict[str, object]] = {}
@@ -116,3 +119,34 @@ def test_the_line_names_the_key_of_the_group_and_the_port_for_env_hosts_where_th
         section, _, name = key.partition(".")
         given.setdefault(section, {})[name] = int(value) if value.isdecimal() else value
     assert build_config(given).env_hosts_host == "0.0.0.0", "the worker takes its settings, and serves env hosts by TCP"
+
+
+def test_each_line_names_the_key_files_that_suffice_for_it(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    add_key(tmp_path / "keys", "worker", "gpu")
+    settings: dict[str, Any] = {"keys": {"dir": str(tmp_path / "keys"), "group": "gpu"}, "broker": {"host": "0.0.0.0"}}
+    at = {"worker": "tcp://10.0.0.1:5701", "learner": "tcp://10.0.0.1:5702"}
+
+    def lines(**more: Any) -> list[tuple[Path, str]]:
+        """Return each line, with a folder that has the files which the line names."""
+        found = []
+        for said in how_to_connect(build_config({**settings, **more}), at, tmp_path / "run", "demo", {}):
+            files, _, command = said.partition(f" from {tmp_path / 'keys'} in a folder keys: ")
+            (folder := tmp_path / secrets.token_hex(4)).mkdir()
+            for name in re.findall(r"[\w.-]+\.(?:secret|public|token)", files):
+                shutil.copy2(tmp_path / "keys" / name, folder)
+            found.append((folder, command))
+        return found
+
+    (worker, _), (host, command) = lines(sampling={"env_placement": "remote"}, fleet={"workers": 0})
+    place = tmp_path / "run" / "rendezvous.json"
+    assert command == f"headrace env-host --rendezvous {place} --env CartPole-v1 --set keys.dir=keys"
+    keys, shown = port_keys(str(worker), "env-host", "gpu"), read_client_keys(host, "env-host", "")
+    assert keys is not None
+    assert keys.judge("envs", shown.public)[1] == ""
+    assert shown.broker == read_client_keys(worker, "worker", "gpu").public
+    ((worker, _),) = lines(serving={"enabled": True, "http_port": 8000}, fleet={"workers": 0})
+    assert port_keys(str(worker), "client", "gpu") is not None
+    assert sorted(path.name for path in worker.iterdir()) == [
+        *("broker.public", "client.public", "http.token", "worker.gpu.secret")
+    ]
