@@ -382,11 +382,13 @@ class Fleet:
             raise UnreachableError("broker", f"any endpoint named in {self.run_dir.broker_json}", BROKER_DEADLINE_S)
 
     def _note_endpoints(self, broker: dict[str, str]) -> None:
-        self.record.note(endpoints=broker | self._env_endpoints() | client_endpoints(self.config, self.run_dir.path))
+        config, path = self.config, self.run_dir.path
+        hosts = self._as_others_reach(env_endpoints(config, path), config.env_hosts_host)
+        clients = self._as_others_reach(client_endpoints(config, path), config.serving.http_host)
+        self.record.note(endpoints=broker | hosts | clients)
 
-    def _env_endpoints(self) -> dict[str, str]:
-        """Return each worker's address for env hosts, as other machines reach it."""
-        endpoints, bound = env_endpoints(self.config, self.run_dir.path), self.config.env_hosts_host
+    def _as_others_reach(self, endpoints: dict[str, str], bound: str) -> dict[str, str]:
+        """Return addresses of workers that are bound to `bound`, as other machines reach them."""
         if not endpoints or is_loopback(bound):
             return endpoints
         return advertised(endpoints, host_to_advertise(bound, self.config.worker.advertise, "worker.advertise"))

@@ -12,10 +12,12 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from headrace.deploy.monitoring.connecting import how_to_connect
+from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.key_pairs import add_key, make_keys
 from headrace.schemas.credentials.keys import port_keys, read_client_keys
 from headrace.schemas.errors import ExitCode
@@ -91,6 +93,17 @@ def test_keys_that_the_settings_name_are_used_and_none_are_made(tmp_path: Path) 
     assert f"copies of worker.secret and broker.public from {tmp_path / 'mine'} in a folder keys: " in found.stderr
     loaded, _ = load_config(tmp_path / "run" / "settings.json", {})
     assert (loaded.broker.host, loaded.keys.dir) == ("127.0.0.1", str(tmp_path / "mine"))
+
+
+def test_clients_elsewhere_are_told_an_address_that_they_reach(tmp_path: Path) -> None:
+    serving = ("serving.host=0.0.0.0", "serving.http_port=0", "worker.advertise=127.0.0.2")
+    settings = (word for setting in serving for word in ("--set", setting))
+    with RunningFleet(tmp_path, *SMALL, *LOCAL, "--serve", *settings) as fleet:
+        fleet.wait_until(lambda: "connect clients to " in fleet.said(), "the line for clients")
+        endpoints = read_fleet_file(tmp_path / "fleet.json").endpoints
+        addresses = endpoints["clients-0"], endpoints["http-0"]
+        assert f"connect clients to {' or '.join(addresses)}\n" in fleet.said()
+        assert [urlsplit(address).hostname for address in addresses] == ["127.0.0.2"] * 2
 
 
 def test_print_config_makes_neither_keys_nor_a_run(tmp_path: Path) -> None:
