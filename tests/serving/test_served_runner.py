@@ -26,13 +26,15 @@ from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, KeysError, PortInUseError
 from headrace.schemas.errors.episodes import EpisodeAbortedError
 from headrace.schemas.messages import Tasks, WeightedTask
+from headrace.schemas.settings.config import FleetConfig, SamplingSection
 from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.serving.client import PolicyClient
-from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
+from headrace.workers.serving.served_env import ServedEnv, ServedEnvs, served_config
 from support.refusals import refused
 from support.runners.stand_in_device import stand_in
+from support.serving.raw_http import RawHttp
 from support.waiting import TIMEOUT_S, wait_until
 
 
@@ -96,6 +98,16 @@ def sampling(sampler: SingleAgentEnvRunner) -> Iterator[list[Any]]:
     finally:
         stop.set()
         thread.join(100)
+
+
+def test_http_clients_may_use_the_name_that_the_worker_advertises() -> None:
+    settings = FleetConfig(serving=serving(), sampling=SamplingSection(num_envs=1))
+    with SingleAgentEnvRunner(served_config(settings, "Worker.example")) as sampler:
+        served: Any = sampler.config.env
+        for name, status in (("worker.example:80", 200), ("other.example", 400)):
+            with RawHttp(served.ports()["http"]) as client:
+                client.say(f"GET /v1/spaces HTTP/1.1\r\nHost: {name}\r\n\r\n".encode())
+                assert client.hear().status == status, name
 
 
 def test_a_policy_server_acts_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:

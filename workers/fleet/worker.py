@@ -140,7 +140,7 @@ def build_runner(
         membership.session.read_figures = lambda: {"env_hosts": (0, 1)}  # until the runner reports its own figures
     with membership.lent():
         runner: EnvRunner[Any] = open_runner(
-            part("served_config")(config) if config.serving.enabled else runner_config(config),
+            part("served_config")(config, host) if config.serving.enabled else runner_config(config),
             membership.slot,
             incarnation=membership.incarnation,
             run_uid=membership.fleet_id,

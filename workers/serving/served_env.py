@@ -36,8 +36,8 @@ from headrace.workers.serving.zmq.listener import ZmqListener
 log = logging.getLogger(__name__)
 
 
-def served_config(config: FleetConfig) -> EnvRunnerConfig:
-    """Return the runner's settings in a fleet's, with a policy server as its env."""
+def served_config(config: FleetConfig, advertised: str = "") -> EnvRunnerConfig:
+    """Return the runner's settings in a fleet's, with a policy server as its env; clients reach it as `advertised`."""
     sampling = config.sampling
     served = ServedEnvs(
         config.serving,
@@ -48,6 +48,7 @@ def served_config(config: FleetConfig) -> EnvRunnerConfig:
         allow_insecure=config.broker.allow_insecure,
         check_bounds=not sampling.disable_env_checking,
         several_agents=sampling.is_multi_agent,
+        advertised=advertised,
     )
     return runner_config(config).model_copy(update={"env": served})
 
@@ -57,7 +58,8 @@ class ServedEnvs:
     """Creates the env of one worker, as often as needed. Each env gets the ports of the previous one.
 
     `like` names an env, or anything else with both spaces that a runner's config may name. It is built only to read its
-    spaces. With `several_agents`, it is a multi-agent env, and the clients' episodes have several agents.
+    spaces. With `several_agents`, it is a multi-agent env, and the clients' episodes have several agents. HTTP clients
+    may call it `advertised`, the name by which they reach it, without a token.
     """
 
     settings: ServingSection
@@ -69,6 +71,7 @@ class ServedEnvs:
     allow_insecure: bool = False
     check_bounds: bool = True
     several_agents: bool = False
+    advertised: str = ""
 
     def __post_init__(self) -> None:
         self._at: tuple[str, int] | SocketPlace | None = None
@@ -225,8 +228,8 @@ class _ServedByPorts(SelfDrivenEnv[Any]):
             return zmq_listener
         from headrace.workers.serving.http.combined_listener import CombinedListener  # needs the extra `http`
 
-        host = self._creator.settings.http_host.lower()
-        return CombinedListener(zmq_listener, codec, limits, self._http_socket, self._token, frozenset([host]))
+        hosts = frozenset({self._creator.settings.http_host.lower(), self._creator.advertised.lower()})
+        return CombinedListener(zmq_listener, codec, limits, self._http_socket, self._token, hosts)
 
     def close(self) -> None:
         """Make `run` return. The ports are free when it has returned."""
