@@ -156,13 +156,21 @@ def _with_keys(asked: Asked) -> Asked:
 
 
 def _resumed(resume: Path, asked: Asked) -> tuple[Asked, Path]:
-    """Return the settings for going on with a run, and the file with the run's own."""
+    """Return the settings for going on with a run, and the file with the run's own.
+
+    Keys that `--listen` made are in the run directory, also if it was moved since.
+    """
     from headrace.deploy.run.resume import existing_run
 
     if asked.flags["fleet.run_dir"] is not None:
         raise ConfigError("leave out --run-dir: --resume names the run directory", key="--resume")
     run = existing_run(resume)
-    return asked.with_flags({"fleet.run_dir": str(run)}), run / "settings.json"
+    found, own = run / "settings.json", run.absolute() / KEYS_FOLDER
+    asked = with_found(asked.with_flags({"fleet.run_dir": str(run)}), found, with_loggers=True)
+    stored, is_stored = Path(asked.settings.keys.dir), asked.resolved[1].get("keys.dir") == str(found)
+    if is_stored and stored.name == KEYS_FOLDER and own.is_dir() and not stored.exists():
+        asked = asked.with_flags({"keys.dir": str(own)})
+    return asked, found
 
 
 def _print_end(summary: Summary, config: FleetConfig, *, as_json: bool) -> None:

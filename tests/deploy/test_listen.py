@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import shlex
@@ -67,9 +68,10 @@ def test_a_worker_of_the_printed_line_delivers_with_its_part_of_the_keys_and_is_
         fleet.terminate()
         assert fleet.finish()["balanced"] is True
     secret = (run / "keys" / "broker.secret").read_bytes()
-    with RunningFleet(run, "--until-steps", "1", up=("up", *LOCAL), place="--resume") as again:
+    moved = run.rename(tmp_path / "moved")
+    with RunningFleet(moved, "--until-steps", "1", up=("up", *LOCAL), place="--resume") as again:
         assert again.finish()["returncode"] == 0
-    assert (run / "keys" / "broker.secret").read_bytes() == secret, "the keys that workers have copies of stay"
+    assert (moved / "keys" / "broker.secret").read_bytes() == secret, "the keys that workers have copies of stay"
 
 
 def delivers_elsewhere(fleet: RunningFleet) -> bool:
@@ -111,6 +113,29 @@ def test_print_config_makes_neither_keys_nor_a_run(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert f'dir = "{tmp_path / "run" / "keys"}"' in shown.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("stored", "there", "more", "used"),
+    [
+        ("before/keys", "run/keys", (), "run/keys"),
+        ("before/keys", "run/keys", LOCAL, "run/keys"),
+        ("before/keys", "run/keys", ("--set", "keys.dir=mine"), "mine"),
+        ("kept/keys", "kept/keys run/keys", (), "kept/keys"),
+        ("before/mine", "run/keys", (), "before/mine"),
+        ("before/keys", "run", (), "before/keys"),
+    ],
+)
+def test_a_run_that_was_moved_goes_on_with_the_keys_in_it(
+    tmp_path: Path, stored: str, there: str, more: tuple[str, ...], used: str
+) -> None:
+    for folder in there.split():
+        (tmp_path / folder).mkdir(parents=True)
+    settings = {"broker": {"host": "127.0.0.1"}, "keys": {"dir": str(tmp_path / stored)}}
+    (tmp_path / "run" / "settings.json").write_text(json.dumps(settings))
+    shown = headrace(tmp_path, "up", "--resume", "run", *more, "--print-config")
+    assert shown.returncode == 0, shown.stderr
+    assert f'dir = "{tmp_path / used}"' in shown.stdout
 
 
 def test_the_line_names_the_key_of_the_group_and_the_port_for_env_hosts_where_there_is_one(tmp_path: Path) -> None:
