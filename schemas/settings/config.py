@@ -363,14 +363,16 @@ class FleetConfig(ConfigSection):
         window, enough = self.window_batches(), self._batches_for(self.learner.steps_per_update)
         if self.keeps_too_little(window) and (self.worker.window_batches or self.sampling.policies is None):
             cut = f"sampling.num_envs = {self.sampling.num_envs} or sampling.rollout_fragment_length = "
+            alone = " from one worker (with fleet.workers = 0 it may be the only one)"
             remedy = (
-                f"give {enough} or more"
+                f"give {enough} or more, or leave it out"
                 if enough < WINDOW
                 else f"raise {cut}{self.sampling.rollout_fragment_length}: no window keeps the {enough} that it takes"
             )
             raise ValueError(
                 f"worker.window_batches = {window} keeps too little for one update of learner.steps_per_update = "
-                f"{self.learner.steps_per_update}: workers and learner would wait for each other; {remedy}"
+                f"{self.learner.steps_per_update}{'' if self.fleet.workers + self.ray.workers else alone}: workers and "
+                f"learner would wait for each other; {remedy}"
             )
         if self._workers > (most := BROKER_CONNECTIONS * self.broker.count):
             raise ValueError(
@@ -546,4 +548,4 @@ class FleetConfig(ConfigSection):
         """
         if self.sampling.batch_mode != "truncate_episodes":
             return 1
-        return math.ceil(steps / (self.cut_steps * max(1, self.fleet.workers))) * self._modules
+        return math.ceil(steps / (self.cut_steps * self._workers)) * self._modules

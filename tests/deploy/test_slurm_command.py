@@ -67,6 +67,7 @@ def test_jobs_use_only_options_that_both_versions_of_slurm_have(tmp_path: Path) 
         ("slurm.head_options", ["--time=1\n#"], "is no option of sbatch"),
         ("slurm.worker_tasks", 10_001, "less than or equal to 10000"),
         ("slurm.env_host_tasks", 2, "env hosts are for 'remote', and it is 'inline'"),
+        ("worker.window_batches", 2, "from one worker (with fleet.workers = 0 it may be the only one)"),
     ],
 )
 def test_settings_that_cannot_work_on_a_cluster_are_refused(key: str, value: object, said: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from headrace.deploy.run.run_dir import KEYS_FOLDER, file_name_of
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig, is_loopback
+from headrace.schemas.settings.config_loading import build_config
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "slurm"
 EVERY_ADDRESS = "0.0.0.0"
@@ -85,4 +86,4 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
         changed["broker.host"] = EVERY_ADDRESS
     if "connect_timeout_s" not in config.worker.model_fields_set:
         changed["worker.connect_timeout_s"] = PATIENCE_S
-    return FleetConfig.model_validate(config.replaced(changed).model_dump())
+    return build_config(config.replaced(changed).model_dump())
