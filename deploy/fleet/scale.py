@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import orjson
@@ -19,11 +19,13 @@ from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.run_dir import write_private
 from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.errors import writing
-from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config import MOST_WORKERS_ON_RAY
+from headrace.schemas.settings.config_loading import load_config
 
 log = logging.getLogger("headrace.supervisor")
 
 MOST_WORKERS = 1000
+RAY_FILE = "ray.json"
 DEADLINE_S = 60.0
 _LOOK_S, _SAY_S = 0.2, 10.0
 
@@ -46,7 +48,7 @@ def scale(run_dir: Path, workers: int, say: Callable[[str], None]) -> None:
     Raises `RunDirError` without a run, and `FleetError` if the run cannot have that many, or not in time.
     """
     fleet = running_fleet(run_dir)
-    _check(FleetConfig.model_validate(read_object(run_dir / "config.json")), workers)
+    check_numbers(run_dir, {"fleet.workers": workers})
     say(f"fleet {fleet.fleet_id}: {_count(fleet)} workers run, {workers} are asked for")
     write_private(_path(run_dir), orjson.dumps({"workers": workers}))
     began, say_at = time.monotonic(), _SAY_S
@@ -69,16 +71,24 @@ def running_fleet(run_dir: Path) -> FleetFile:
     return fleet
 
 
-def _check(config: FleetConfig, workers: int) -> None:
+def check_numbers(run_dir: Path, wanted: Mapping[str, int]) -> None:
+    """Check that a run can go on with the `wanted` numbers of workers, by setting. Raises `FleetError`.
+
+    A number that is not among them stays as it was last asked for.
+    """
+    config, _ = load_config(run_dir / "config.json", environ={})
     started = config.fleet.workers
     if config.sampling.synchronous:
         raise scale_error("sampling.synchronous = true needs a fixed number of workers", "start the run again")
     has_ports = config.sampling.env_placement == "remote" or config.serving.enabled
-    if has_ports and workers > started:
+    if has_ports and wanted.get("fleet.workers", 0) > started:
         raise scale_error(
             f"the run has ports for {started} workers", "start it again with more, or start workers alone"
         )
-    then = config.replaced({"fleet.workers": workers})
+    on_ray = config.ray.workers and asked_workers(run_dir, RAY_FILE, MOST_WORKERS_ON_RAY)
+    asked = {"fleet.workers": asked_workers(run_dir), "ray.workers": on_ray}
+    then = config.replaced({key: number for key, number in asked.items() if number is not None} | dict(wanted))
+    workers = then.fleet.workers + then.ray.workers
     window, held = then.worker.window_batches, then.broker.max_held_batches
     if workers and ((window and then.keeps_too_little(window)) or (held and then.holds_too_little(held))):
         why = f"{workers} workers and the learner would wait for each other"

@@ -16,6 +16,7 @@ from headrace.deploy.annexes.ray.cluster import reachable
 from headrace.deploy.annexes.ray.wanted_workers import read_wanted, scale_run, write_wanted
 from headrace.deploy.annexes.ray.worker_actor import WorkerEnd
 from headrace.deploy.annexes.ray.workers_on_ray import told
+from headrace.deploy.fleet.scale import check_numbers
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.schemas.errors import ConfigError, ExitCode, RunDirError
@@ -152,12 +153,34 @@ def test_scale_returns_the_old_number_of_workers_on_ray_and_writes_the_new(tmp_p
         scale_run(tmp_path, 3)
     entry = {"name": "ray", "role": "ray", "incarnation": 1, "pid": 1, "started": 0.0}
     FleetFile.model_validate({**fleet.model_dump(), "processes": [entry]}).write(tmp_path / "fleet.json")
+    (tmp_path / "config.json").write_text('{"fleet": {"workers": 0}, "ray": {"workers": 2}}')
     write_wanted(tmp_path, 2)
     assert scale_run(tmp_path, 3) == 2
     assert read_wanted(tmp_path) == 3
     (tmp_path / "ray.json").write_text('{"workers": -1}')
     with pytest.raises(RunDirError, match=r"ray\.json does not say"):
         read_wanted(tmp_path)
+
+
+def test_workers_here_and_on_ray_count_together_where_either_number_is_changed(
+    tmp_path: Path,
+) -> None:
+    entry = {"name": "ray", "role": "ray", "incarnation": 1, "pid": 1, "started": 0.0}
+    fleet = {"fleet_id": "demo", "state": "running", "supervisor_pid": os.getpid(), "processes": [entry]}
+    FleetFile.model_validate(fleet).write(tmp_path / "fleet.json")
+    settings = '{"broker": {"max_held_batches": 5}, "fleet": {"workers": 1}, "ray": {"workers": 1}}'
+    (tmp_path / "config.json").write_text(settings)
+    write_wanted(tmp_path, 1)
+    with pytest.raises(FleetError, match="3 workers and the learner would wait for each other"):
+        scale_run(tmp_path, 2)
+    (tmp_path / "workers.json").write_text('{"workers": 0}')
+    assert scale_run(tmp_path, 2) == 1
+    with pytest.raises(FleetError, match="3 workers and the learner would wait for each other"):
+        check_numbers(tmp_path, {"fleet.workers": 1})
+    (tmp_path / "config.json").write_text('{"sampling": {"synchronous": true}, "ray": {"workers": 1}}')
+    with pytest.raises(FleetError, match="synchronous = true needs a fixed number"):
+        scale_run(tmp_path, 1)
+    assert read_wanted(tmp_path) == 2
 
 
 def test_ray_workers_wait_at_the_rendezvous_that_the_environment_names(tmp_path: Path) -> None:
