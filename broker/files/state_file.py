@@ -27,6 +27,11 @@ class Endpoints(BaseModel):
     learner: str
     weights: str
 
+    def port(self, role: str) -> int:
+        """Return the TCP port for a role; 0 for a Unix socket."""
+        endpoint: str = getattr(self, role)
+        return int(endpoint.rpartition(":")[2]) if endpoint.startswith("tcp:") else 0
+
 
 class LeaseOfGroup(BaseModel):
     """The lease of a consumer group besides the learner's."""

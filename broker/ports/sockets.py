@@ -76,7 +76,7 @@ class BrokerSockets:
         if self._folder is not None:
             _bind_in_folder(socket, self._folder, role)
         else:
-            port = config.ports[role] or _port_before(before, role)
+            port = config.ports[role] or (before.port(role) if before is not None else 0)
             bind_to_port(socket.bind, config.host, port, "broker.host")
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
@@ -109,9 +109,3 @@ def _bind_in_folder(socket: Socket, folder: Path, role: str) -> None:
     except zmq.ZMQError as error:
         reason = f"no socket can be made in it ({error}); name a run directory on another disk, or set"
         raise socket_folder_error(str(folder), f"{reason} broker.host, with keys") from error
-
-
-def _port_before(before: Endpoints | None, role: str) -> int:
-    """Return the port that the earlier broker had for this role; 0 for none."""
-    earlier = getattr(before, role, "")
-    return int(earlier.rpartition(":")[2]) if earlier.startswith("tcp:") else 0

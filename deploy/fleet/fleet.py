@@ -616,7 +616,7 @@ class Fleet:
 
 
 def _write_endpoints(run_dir: Path, fleet_id: str, endpoints: Endpoints, known: BrokerState) -> None:
-    """Write the endpoints for the first broker of a new fleet: an earlier broker's ports may be taken by now.
+    """Write the endpoints for the first broker of a new fleet: some of an earlier broker's ports may be taken by now.
 
     Keep the rest of the broker's state, raised to the numbers in `known`: the file may be new, or an old copy. Else a
     new life could get the incarnation of an earlier one, and would be fenced.

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import errno
+import logging
 import random
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from headrace.broker.files.state_file import Endpoints
+from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.peers.ports import HIGHEST, LOWEST, quiet_ports
 from headrace.schemas.peers.socket_folder import endpoint_of, make_socket_folder
 from headrace.schemas.settings.config import BrokerSection, FleetConfig
+
+log = logging.getLogger("headrace.supervisor")
 
 _ROOM = 2000
 """Ports kept above the first, for workers that are started alone: the broker gives them slots from 1000 on."""
@@ -98,12 +101,18 @@ def _bind(host: str, port: int, key: str, probes: ExitStack, *, shares: bool) ->
 def first_endpoints(broker: BrokerSection, run_dir: Path) -> Endpoints:
     """Return the endpoints of a broker that starts now. By TCP, it takes free ports for those that are 0.
 
-    For Unix sockets, make their folder. Raises `RunDirError`.
+    First come those of the run's earlier broker: peers elsewhere know them, and may know no other place to look. For
+    Unix sockets, make their folder. Raises `RunDirError`, and `ConfigError` for a host that is not ours.
     """
     if not broker.host:
         folder = make_socket_folder(run_dir)
         return Endpoints(**{role: endpoint_of(folder, role) for role in broker.ports})
-    return Endpoints(**{role: f"tcp://{in_url(broker.host)}:{port}" for role, port in broker.ports.items()})
+    known = read_broker_file(run_dir)
+    before = {role: known.endpoints.port(role) for role, port in broker.ports.items() if known and not port}
+    free = {role: port for role, port in before.items() if port and is_free(broker.host, port, "broker.host")}
+    if taken := [port for role, port in before.items() if port and role not in free]:
+        log.warning("the run's earlier ports %s are taken; start peers that name them again, with the new ones", taken)
+    return Endpoints(**{role: f"tcp://{in_url(broker.host)}:{port}" for role, port in (broker.ports | free).items()})
 
 
 def with_env_ports(config: FleetConfig) -> FleetConfig:

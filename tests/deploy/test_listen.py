@@ -7,6 +7,7 @@ import re
 import secrets
 import shlex
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -17,11 +18,15 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from headrace.broker.batches.limits import BrokerState
+from headrace.broker.files.state_file import Endpoints, write_broker_file
 from headrace.deploy.monitoring.connecting import how_to_connect
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.key_pairs import add_key, make_keys
+from headrace.deploy.run.ports import first_endpoints
 from headrace.schemas.credentials.keys import port_keys, read_client_keys
 from headrace.schemas.errors import ExitCode
+from headrace.schemas.settings.config import BrokerSection
 from headrace.schemas.settings.config_loading import build_config, load_config
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S
@@ -70,8 +75,31 @@ def test_a_worker_of_the_printed_line_delivers_with_its_part_of_the_keys_and_is_
     secret = (run / "keys" / "broker.secret").read_bytes()
     moved = run.rename(tmp_path / "moved")
     with RunningFleet(moved, "--until-steps", "1", up=("up", *LOCAL), place="--resume") as again:
-        assert again.finish()["returncode"] == 0
+        ended = again.finish()
+    assert ended["returncode"] == 0
+    assert lines_for_workers(ended["stderr"]) == [line], "workers that were started with it find the broker again"
     assert (moved / "keys" / "broker.secret").read_bytes() == secret, "the keys that workers have copies of stay"
+
+
+def test_a_broker_has_the_ports_of_the_run_s_earlier_one_where_they_are_free(
+    tmp_path: Path, free_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = BrokerSection(host="127.0.0.1", allow_insecure=True)
+    assert first_endpoints(here, tmp_path).worker == "tcp://127.0.0.1:0"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        at = {
+            "worker": f"tcp://0.0.0.0:{free_port}",
+            "learner": f"tcp://0.0.0.0:{taken}",
+            "weights": "ipc:///run/weights",
+        }
+        write_broker_file(tmp_path, "demo", Endpoints(**at), BrokerState())
+        again = first_endpoints(here, tmp_path)
+        fixed = first_endpoints(here.model_copy(update={"port": 5701}), tmp_path)
+    assert [again.port(role) for role in at] == [free_port, 0, 0]
+    assert [fixed.port(role) for role in at] == [5701, 5702, 5703]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"the run's earlier ports [{taken}] are taken; ")
 
 
 def delivers_elsewhere(fleet: RunningFleet) -> bool:
