@@ -33,7 +33,9 @@ def scale_run(run_dir: Path, workers: int) -> int:
     """
     fleet = running_fleet(run_dir)
     if "ray" not in {*(entry.name for entry in fleet.processes), *(entry.name for entry in fleet.waiting)}:
-        raise scale_error(f"the run in {run_dir} keeps no workers on Ray", "start one with `headrace ray up`")
+        raise scale_error(
+            f"the run in {run_dir} keeps no workers on Ray", "start one with `headrace ray up --workers N`"
+        )
     before = read_wanted(run_dir)
     check_numbers(run_dir, {"ray.workers": workers})
     write_wanted(run_dir, workers)
