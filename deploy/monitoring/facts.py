@@ -128,7 +128,7 @@ class FactsReader(Closable):
         error = self._read_redis(fleet)
         processes = self._snapshot.processes if not error else {}
         if fleet is not None and self._run_dir is not None and not _is_elsewhere_and_lives(self._snapshot.processes):
-            processes = processes if _lives(fleet) and processes else processes_of(fleet, self._run_dir)
+            processes = processes if _lives(fleet, processes) and processes else processes_of(fleet, self._run_dir)
         supervisor = processes.get(SUPERVISOR)
         told_free = supervisor.disk_free_bytes if supervisor is not None else None
         return Facts(
@@ -220,8 +220,10 @@ def _has_ended(fleet: FleetFile | None, supervisor: ProcessState | None) -> bool
     return STOPPED in (fleet and fleet.state, supervisor and supervisor.state)
 
 
-def _lives(fleet: FleetFile) -> bool:
-    return fleet.state != STOPPED and is_alive(fleet.supervisor_pid)
+def _lives(fleet: FleetFile, told: Mapping[str, ProcessState]) -> bool:
+    """Return whether the fleet runs, and no earlier supervisor left `told` in Redis."""
+    is_newest = SUPERVISOR not in told or told[SUPERVISOR].started_unix_s >= fleet.started
+    return fleet.state != STOPPED and is_newest and is_alive(fleet.supervisor_pid)
 
 
 def _is_elsewhere_and_lives(processes: Mapping[str, ProcessState]) -> bool:

@@ -40,6 +40,10 @@ log = logging.getLogger("headrace.supervisor")
 
 SUMMARY_FILE = "summary.json"
 MOST_PROCESSES = 1000
+_OF_BOOKS = (
+    *("steps", "env_steps", "episodes", "mean_return", "mean_returns", "episodes_window", "weights_seq"),
+    *("ledger", "balanced", "problems", "errors", "tasks", "groups"),
+)
 _PACKAGES = ("headrace", "torch", "numpy", "gymnasium")
 
 
@@ -184,18 +188,22 @@ class RunFacts:
     """Writes the file. On a full disk the file is missing or old: the error is logged, and the run goes on."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / SUMMARY_FILE
+        self._path, self._before = run_dir / SUMMARY_FILE, read_run_facts(run_dir)
         self._about = {"started_unix_s": round(time.time(), 3), "versions": _versions(), "machine": _machine()}
         self._write({"state": "running"})
 
     def finish(self, summary: Summary, services: Iterable[Service], seen: Snapshot) -> None:
-        """Write how the run ended, with failures of envs, tasks and consumer groups as Redis had them."""
+        """Write how the run ended, with failures of envs, tasks and consumer groups as Redis had them.
+
+        The figures of an end without a look at Redis are those of the earlier end.
+        """
         told: dict[str, Any] = orjson.loads(summary.as_json())
         ended = {"state": "ended", "ended_unix_s": round(time.time(), 3), "problems": list(summary.problems)}
         processes = [_process(service) for service in services][:MOST_PROCESSES]
         figures: dict[str, Any] = {"errors": plain_errors(seen.errors.values()), "tasks": dict(seen.task_figures)}
         figures["groups"] = {name: books.state.model_dump() for name, books in seen.groups.items()}
-        self._write({**told, **ended, "processes": processes, **figures})
+        kept = {} if summary.ledger else {key: self._before[key] for key in _OF_BOOKS if key in self._before}
+        self._write({**told, **ended, "processes": processes, **figures, **kept})
 
     def _write(self, facts: Mapping[str, Any]) -> None:
         try:

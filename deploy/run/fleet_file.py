@@ -136,4 +136,5 @@ def continue_fleet(run_dir: RunDir, fleet_id: str) -> FleetFile:
         incarnations=incarnations,
         env_steps=page.env_steps,
         best_return=page.best_return,
+        redis_url=page.redis_url,
     )

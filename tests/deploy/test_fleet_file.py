@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file, told_as_starting
+from headrace.deploy.report.audit import find_books
+from headrace.deploy.run.fleet_file import FleetFile, continue_fleet, read_fleet_file, told_as_starting
 from headrace.deploy.run.run_dir import RunDir
 from headrace.schemas.errors import ConfigError
 
@@ -38,3 +39,11 @@ def test_a_new_run_gets_no_fleet_file_from_its_check(tmp_path: Path) -> None:
         with told_as_starting(run_dir):
             pass
         assert not run_dir.fleet_json.exists()
+
+
+def test_a_start_that_is_refused_before_it_has_redis_keeps_the_books_of_the_run(tmp_path: Path) -> None:
+    with RunDir(tmp_path / "run") as run_dir:
+        before = FleetFile(fleet_id="f", state="stopped", redis_url="redis://127.0.0.1:1/0", env_steps=7)
+        before.write(run_dir.fleet_json)
+        continue_fleet(run_dir, "").write(run_dir.fleet_json)
+        assert find_books(run_dir.path) == (before.redis_url, "f")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
+from pathlib import Path
 
 import orjson
 import pytest
 from rich.console import Console
 
 from headrace.deploy.report.progress import ProgressDisplay, ProgressView, progress_table
-from headrace.deploy.report.summary import Summary, ledger_table, print_summary
+from headrace.deploy.report.summary import RunFacts, Summary, ledger_table, print_summary, read_run_facts
 from headrace.deploy.run.goal import Goal, RunNumbers, show_return
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.env_errors import EnvErrorRow
@@ -208,6 +210,17 @@ def test_an_unreadable_ledger_is_not_called_balanced() -> None:
     found = orjson.loads(summary_of(None, HeadraceError("it broke")).as_json())
     assert (found["ledger"], found["balanced"], found["steps"]) == (None, None, 3000)
     assert (found["error"], found["exit_code"]) == ("it broke", 1)
+
+
+def test_a_start_that_read_no_redis_keeps_the_figures_of_the_earlier_end_in_the_summary(tmp_path: Path) -> None:
+    RunFacts(tmp_path).finish(replace(summary_of(BOOKS), problems=["old"]), [], Snapshot("f"))
+    end = RunNumbers()
+    refused = replace(summary_of(None, HeadraceError("refused")), start=end, end=end, at_goal=None, weights_seq=0)
+    RunFacts(tmp_path).finish(refused, [], Snapshot("f"))
+    found = read_run_facts(tmp_path)
+    assert (found["env_steps"], found["mean_return"], found["weights_seq"]) == (3000, 475.5, 4)
+    assert (found["ledger"]["stepped"], found["balanced"], found["problems"]) == (100, False, ["old"])
+    assert (found["state"], found["error"], found["goal_reached"]) == ("ended", "refused", False)
 
 
 @pytest.mark.parametrize(("queued", "says"), [(20, "adds up"), (19, "does NOT add up: +1 steps")])

@@ -158,6 +158,19 @@ def test_an_end_that_redis_tells_before_fleet_json_is_told_with_its_error(
         assert verdict(last, find(last)).startswith("Ended with an error: the goal was not reached.")
 
 
+def test_the_end_of_an_earlier_start_in_redis_does_not_end_a_start(
+    url: str, client: Any, fleet_id: str, tmp_path: Path
+) -> None:
+    starts = FleetFile(fleet_id=fleet_id, redis_url=url, supervisor_pid=os.getpid(), started=200.0)
+    starts.write(tmp_path / "fleet.json")
+    ended = ProcessState(
+        name="supervisor", role="supervisor", host=platform.node(), state="stopped", started_unix_s=100.0
+    )
+    client.hset(keys.key_name(fleet_id, keys.PROCESSES), "supervisor", ended.model_dump_json())
+    with FactsReader(tmp_path) as reader:
+        assert reader.read().processes["supervisor"].state == "starting"
+
+
 @pytest.mark.parametrize("told", ["[]", "{"])
 def test_settings_in_redis_that_are_no_table_are_named_and_left_out(
     url: str, client: Any, fleet_id: str, told: str
