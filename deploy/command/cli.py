@@ -11,6 +11,7 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -124,9 +125,9 @@ def up(
     found = None
     if resume is not None:
         asked, found = _resumed(resume, asked)
-    asked = with_found(asked, found, with_loggers=True)
     if asked.flags["broker.host"]:
-        asked = _with_keys(asked)
+        asked = _with_keys(asked, found)
+    asked = with_found(asked, found, with_loggers=True)
     if record is not None:
         part("check_pyarrow")()
         groups = {"record": "wait", **asked.settings.broker.consumer_groups}
@@ -147,9 +148,10 @@ def up(
         raise summary.failure
 
 
-def _with_keys(asked: Asked) -> Asked:
-    """Return the same with keys in the run directory, unless the settings name others."""
-    config = asked.with_flags({"broker.allow_insecure": True}).settings  # which are valid without keys too
+def _with_keys(asked: Asked, found: Path | None) -> Asked:
+    """Return the same with keys in the run directory, unless the settings, or those of the run, name others."""
+    without = replace(asked, config=asked.config or found)
+    config = without.with_flags({"broker.allow_insecure": True}).settings  # which are valid without keys too
     run_dir = Path(config.fleet.run_dir or new_run_dir(config.sampling.env))
     keys = config.keys.dir or str(run_dir.absolute() / KEYS_FOLDER)
     return asked.with_flags({"keys.dir": keys, "fleet.run_dir": str(run_dir)})

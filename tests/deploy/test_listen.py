@@ -24,6 +24,7 @@ from headrace.deploy.monitoring.connecting import how_to_connect
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.key_pairs import add_key, make_keys
 from headrace.deploy.run.ports import first_endpoints
+from headrace.deploy.run.resume import write_settings
 from headrace.schemas.credentials.keys import port_keys, read_client_keys
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.settings.config import BrokerSection
@@ -164,6 +165,16 @@ def test_a_run_that_was_moved_goes_on_with_the_keys_in_it(
     shown = headrace(tmp_path, "up", "--resume", "run", *more, "--print-config")
     assert shown.returncode == 0, shown.stderr
     assert f'dir = "{tmp_path / used}"' in shown.stdout
+
+
+@pytest.mark.parametrize("named", ["", "/mine"])
+def test_a_resumed_run_is_opened_to_other_machines_with_new_keys_or_its_own(tmp_path: Path, named: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "settings.json").write_bytes(write_settings(build_config({"keys": {"dir": named}})))
+    shown = headrace(tmp_path, "up", *LOCAL, "--resume", "run", "--print-config")
+    assert shown.returncode == 0, shown.stderr
+    assert f'dir = "{named or run / "keys"}"' in shown.stdout
 
 
 def test_the_line_names_the_key_of_the_group_and_the_port_for_env_hosts_where_there_is_one(tmp_path: Path) -> None:
