@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
+from headrace.broker.files.state_file import read_broker_file
 from headrace.deploy.fleet.watchdog import silence_limits
 from headrace.deploy.process.liveness_file import FIRST_SIGN_S, LivenessFile
 from headrace.deploy.run.annexes import part
@@ -163,7 +164,8 @@ def start_broker(asked: Asked, *, max_env_steps: int | None = None) -> None:
         share = at_broker(asked.settings, section.index).model_copy(update={"broker": section})
     config, origin = in_run(asked, chosen_run(share.fleet.run_dir if share else asked.named("fleet.run_dir")), share)
     run_dir = _folder(Path(config.fleet.run_dir))
-    fleet_id = config.fleet.fleet_id or f"fleet-{secrets.token_hex(4)}"
+    before = read_broker_file(run_dir)
+    fleet_id = config.fleet.fleet_id or (before.fleet_id if before else f"fleet-{secrets.token_hex(4)}")
     set_up_logging(Identity(fleet_id, "broker"))
     where = config.broker.host or "Unix sockets"
     log.info("headrace %s broker of fleet %s on %s; config: %s", version("headrace"), fleet_id, where, origin)

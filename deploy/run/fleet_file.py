@@ -118,8 +118,8 @@ def told_as_starting(run_dir: RunDir) -> Iterator[None]:
 def continue_fleet(run_dir: RunDir, fleet_id: str) -> FleetFile:
     """Return the file of a new fleet that continues the earlier run in the directory.
 
-    It keeps the fleet id unless `fleet_id` names another. Its incarnations are at least the highest ever used there.
-    Raises `RunDirError` if a broker has served another fleet there.
+    It keeps the fleet id, or that of a broker that ran alone there, unless `fleet_id` names another. Its incarnations
+    are at least the highest ever used there. Raises `RunDirError` if a broker has served another fleet there.
     """
     new = FleetFile(fleet_id=f"fleet-{secrets.token_hex(4)}")
     page = read_fleet_file(run_dir.fleet_json) if run_dir.fleet_json.exists() else new
@@ -132,7 +132,7 @@ def continue_fleet(run_dir: RunDir, fleet_id: str) -> FleetFile:
         name = f"worker-{slot}"
         incarnations[name] = max(incarnations.get(name, 0), incarnation)
     return FleetFile(
-        fleet_id=fleet_id or page.fleet_id,
+        fleet_id=served.fleet_id if served is not None else fleet_id or page.fleet_id,
         incarnations=incarnations,
         env_steps=page.env_steps,
         best_return=page.best_return,

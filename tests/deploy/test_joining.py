@@ -10,6 +10,8 @@ from typing import Any
 import orjson
 import pytest
 
+from headrace.broker.batches.limits import BrokerState
+from headrace.broker.files.state_file import Endpoints, write_broker_file
 from headrace.deploy.fleet import roles
 from headrace.deploy.run import options
 from headrace.deploy.run.fleet_file import FleetFile
@@ -110,6 +112,17 @@ def test_the_start_of_a_process_resolves_its_settings_once(
         roles.start_env_host(asked, connect=None, slot=None)
     assert called[-1] == f"run_{role}".replace("-", "_")
     assert read == [run / "config.json"]
+
+
+def test_a_broker_alone_goes_on_with_the_fleet_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[str] = []
+    monkeypatch.setattr(roles, "part", lambda _: lambda *_: None)
+    monkeypatch.setattr("headrace.broker.process.run_broker", lambda *_, fleet_id, **__: served.append(fleet_id))
+    asked = Asked(flags={"fleet.run_dir": str(tmp_path)}, allow=())
+    roles.start_broker(asked)
+    write_broker_file(tmp_path, served[0], Endpoints(worker="a", learner="b", weights="c"), BrokerState())
+    roles.start_broker(asked)
+    assert served[0] == served[1] != ""
 
 
 def test_a_learner_of_a_run_knows_the_fleet_that_it_joined(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,8 @@ def test_fleet_id_and_incarnations_go_on_from_an_earlier_fleet(tmp_path: Path) -
     with pytest.raises(RunDirError, match="it is of fleet 'of-my-own', not 'another'"):
         FleetRecord(run_dir, "another", None)
     assert run_dir.fleet_json.read_bytes() == before
+    run_dir.fleet_json.unlink()
+    assert FleetRecord(run_dir, "", None).content.fleet_id == "of-my-own", "the broker was alone"
 
 
 def test_a_damaged_fleet_file_is_one_typed_error(tmp_path: Path) -> None:
