@@ -65,8 +65,9 @@ class RunLog:
         now = time.monotonic()
         if snapshot is None or snapshot.reported_unix_s is None or not (last or now >= self._next_fleet_row):
             return
-        if snapshot.reported_unix_s > self._logged_report:
-            self._logged_report = snapshot.reported_unix_s
+        reported, logged = snapshot.reported_unix_s, self._logged_report
+        if reported > logged or (reported != logged and logged > time.time()):  # the clock may have been set back
+            self._logged_report = reported
             self._next_fleet_row = now + self._interval_s
             self._offer(fleet_row(snapshot, restarts, time.time(), now - self._began, self._gauges))
             self._gauges = snapshot.gauges

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import orjson
 import pytest
 
 from headrace.deploy.loggers import Row, RunInfo
 from headrace.deploy.loggers.logger_thread import MOST_WAITING, LoggerThread, open_loggers
+from headrace.deploy.report import run_log
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.settings.config import LoggingSection
+from headrace.schemas.settings.config import FleetConfig, LoggingSection
 from support.waiting import TIMEOUT_S, wait_until
 
 LEARNER_ROW: Row = {
@@ -188,3 +193,22 @@ def test_a_logger_that_cannot_be_built_is_an_error_and_leaves_no_thread(
     with pytest.raises(ConfigError, match=says):
         open_loggers(LoggingSection(loggers=[f"my_loggers:{named}"]), info(tmp_path))
     assert threading.active_count() == threads_before
+
+
+@pytest.mark.parametrize("set_back_before", [1, 4])
+def test_rows_of_the_fleet_go_on_when_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_back_before: int
+) -> None:
+    """Each report gives one row. A report that was seen, or is of an earlier run, gives none."""
+    clock = 10_000.0
+    monkeypatch.setattr(run_log, "time", SimpleNamespace(time=lambda: clock, monotonic=time.monotonic))
+    config = FleetConfig.model_validate({"logging": {"interval_s": 1e-9}})
+    with run_log.RunLog(config, "f", tmp_path) as rows:
+        for n in range(1, 8):
+            clock += 1.0 if n != set_back_before else -3600.0
+            seen = Snapshot(fleet_id="f", reported_unix_s=clock, totals={"env_steps_total": n})
+            for _ in range(2):
+                rows.observe(seen, {}, [])
+        rows.observe(Snapshot(fleet_id="f", reported_unix_s=clock - 2.0), {}, [])
+    found = [orjson.loads(line)["env_steps"] for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
+    assert found == [1, 2, 3, 4, 5, 6, 7]
