@@ -17,7 +17,7 @@ from headrace.deploy.run.several_brokers import at_broker
 from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.config_loading import Origins, load_config, take_stream, values_of_environment
+from headrace.schemas.settings.config_loading import known_keys, load_config, take_stream, values_of_environment
 from headrace.schemas.settings.redis_url import read_redis_url, without_password
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -65,7 +65,7 @@ class Asked:
     allow: Iterable[str] | None = None
 
     @cached_property
-    def resolved(self) -> tuple[FleetConfig, Origins]:
+    def resolved(self) -> tuple[FleetConfig, dict[str, str]]:
         """Return defaults < file < environment < `--set` < flags, and where each value is from.
 
         File and environment are read once. Raises `ConfigError`.
@@ -152,16 +152,21 @@ def named_redis(text: str, key: str = "--redis-url") -> str:
 
 
 def parse_sets(sets: Iterable[str]) -> dict[str, Any]:
-    """Parse ["sampling.num_envs=8"] as {"sampling.num_envs": 8}; a value is JSON if it parses as JSON, else text."""
-    found: dict[str, Any] = {}
+    """Parse ["sampling.num_envs=8"] as {"sampling.num_envs": 8}; a value is JSON if it parses as JSON, else text.
+
+    Numbers and booleans stay text for a setting that is text, such as a group of the name 4711.
+    """
+    found, known = dict[str, Any](), known_keys()
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals or "." not in key:
             raise ConfigError(f"{text!r} is not SECTION.KEY=VALUE", source="--set")
         try:
-            found[key.strip()] = orjson.loads(value)
+            parsed = orjson.loads(value)
         except orjson.JSONDecodeError:
-            found[key.strip()] = value
+            parsed = value
+        is_text = isinstance(known.get(key.strip()), str) and isinstance(parsed, bool | int | float)
+        found[key.strip()] = value.strip() if is_text else parsed
     return found
 
 

@@ -85,6 +85,12 @@ def test_flags_win_over_set_and_a_flag_of_none_is_ignored() -> None:
     assert (config.sampling.num_envs, config.sampling.seed) == (5, 1)
 
 
+@pytest.mark.parametrize("text", ["4711", "true", "1e5"])
+def test_set_takes_a_number_for_a_setting_that_is_text(text: str) -> None:
+    config = Asked(sets=[f"keys.group={text}", "learner.gamma=1", "sampling.env_config.x=7"]).settings
+    assert (config.keys.group, config.learner.gamma, config.sampling.env_config) == (text, 1.0, {"x": 7})
+
+
 @pytest.mark.parametrize("text", ["sampling.num_envs", "num_envs=3", "=3"])
 def test_set_wants_section_key_value(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not SECTION\.KEY=VALUE"):
