@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import weakref
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -129,6 +130,7 @@ def _begin(request: dict[str, Any], supervisor: int, log_file: int, channel: soc
     os.environ.update(request["environment"])
     draw_global_seeds()
     sys.argv = [str(Path(__file__).parents[1] / "__main__.py"), *request["arguments"]]
+    sys.modules["__main__"].__spec__ = find_spec("headrace.deploy.__main__")  # peers are told this name
     _show_command_line([*HEADRACE, *request["arguments"]])
 
 

@@ -37,6 +37,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from headrace.schemas.basics.headrace_version import program_name
+
 
 def make(context):
     with open(os.environ["TOLD"], "a") as told:
@@ -44,7 +46,7 @@ def make(context):
         names = list(sys.modules)
         later = names[names.index("headrace.workers.fleet.worker") + 1 :]
         late = ",".join(name for name in later if name.startswith("headrace"))
-        told.write(f"{np.random.random()}/{torch.rand(()).item()}/{finalizers}/{late}\\n")
+        told.write(f"{np.random.random()}/{torch.rand(()).item()}/{finalizers}/{late}/{program_name()}\\n")
     return gym.make("CartPole-v1")
 """
 
@@ -254,7 +256,8 @@ def test_restarted_workers_are_forked_with_random_numbers_of_their_own(
         fleet.wait_until(lambda: len(lives()) >= 4, "one life of the check, two of workers, one again")
         fleet.terminate()
         assert fleet.finish()["returncode"] == 0
-    seeds, torch_seeds, finalizers, modules = zip(*(line.split("/") for line in lives()), strict=True)
+    seeds, torch_seeds, finalizers, modules, programs = zip(*(line.split("/") for line in lives()), strict=True)
+    assert set(programs) == {"python -m headrace.deploy"}
     assert len(set(seeds)) == len(set(torch_seeds)) == len(lives())
     assert max(map(int, finalizers)) < 10, "each process that ends runs those of what the fork server has imported"
     assert set(modules) == {""}, "each process imports modules of Headrace that the fork server could have imported"
