@@ -191,8 +191,8 @@ def to_toml(value: Any) -> str:
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(to_toml(v) for v in value) + "]"
-    return orjson.dumps(value).decode()
+    return orjson.dumps(value).decode().replace("\x7f", "\\u007f")
 
 
 def _key(key: str) -> str:
-    return key if _BARE_KEY.fullmatch(key) else orjson.dumps(key).decode()
+    return key if _BARE_KEY.fullmatch(key) else to_toml(key)
