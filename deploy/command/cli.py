@@ -150,11 +150,16 @@ def up(
 
 def _with_keys(asked: Asked, found: Path | None) -> Asked:
     """Return the same with keys in the run directory, unless the settings, or those of the run, name others."""
-    without = replace(asked, config=asked.config or found)
-    config = without.with_flags({"broker.allow_insecure": True}).settings  # which are valid without keys too
+    config = _without_keys(asked, found).settings
     run_dir = Path(config.fleet.run_dir or new_run_dir(config.sampling.env))
     keys = config.keys.dir or str(run_dir.absolute() / KEYS_FOLDER)
     return asked.with_flags({"keys.dir": keys, "fleet.run_dir": str(run_dir)})
+
+
+def _without_keys(asked: Asked, found: Path | None) -> Asked:
+    """Return the same with the run's own file. With `--listen` it is in a form that is valid without keys too."""
+    own = replace(asked, config=asked.config or found)
+    return own.with_flags({"broker.allow_insecure": True}) if asked.flags["broker.host"] else own
 
 
 def _resumed(resume: Path, asked: Asked) -> tuple[Asked, Path]:
@@ -168,8 +173,9 @@ def _resumed(resume: Path, asked: Asked) -> tuple[Asked, Path]:
         raise ConfigError("leave out --run-dir: --resume names the run directory", key="--resume")
     run = existing_run(resume)
     found, own = run / "settings.json", run.absolute() / KEYS_FOLDER
-    asked = with_found(asked.with_flags({"fleet.run_dir": str(run)}), found, with_loggers=True)
-    stored, is_stored = Path(asked.settings.keys.dir), asked.resolved[1].get("keys.dir") == str(found)
+    asked = asked.with_flags({"fleet.run_dir": str(run)})
+    without = _without_keys(asked, found)
+    stored, is_stored = Path(without.settings.keys.dir), without.resolved[1].get("keys.dir") == str(found)
     if is_stored and stored.name == KEYS_FOLDER and own.is_dir() and not stored.exists():
         asked = asked.with_flags({"keys.dir": str(own)})
     return asked, found
