@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from headrace.learner_stub.checkpoints import learner_state
 from headrace.learner_stub.publishing.publisher import WeightPublisher
+from headrace.learner_stub.rollouts.connector_merger import ConnectorMerger
 from headrace.learner_stub.rollouts.returns import gae
 from headrace.learner_stub.rollouts.rollout import chosen
 from headrace.learner_stub.rollouts.tensors import to_torch
@@ -35,7 +36,13 @@ from headrace.schemas.errors import ConfigError, ModuleError
 _BUFFERS = ("RolloutBuffer", "DictRolloutBuffer", "ReplayBuffer", "DictReplayBuffer")
 
 
-def updates(model: Any, stream: EpisodeStream, weights: WeightPublisher, total_timesteps: int) -> Iterator[int]:
+def updates(
+    model: Any,
+    stream: EpisodeStream,
+    weights: WeightPublisher,
+    total_timesteps: int,
+    merger: ConnectorMerger | None = None,
+) -> Iterator[int]:
     """Train `model` and publish its weights; yield `model.num_timesteps` after each update.
 
     - PPO, A2C: an update takes `n_steps` times `n_envs` steps or more, as whole batches. When the stream ends, a last
@@ -47,10 +54,11 @@ def updates(model: Any, stream: EpisodeStream, weights: WeightPublisher, total_t
     It ends after `total_timesteps`, those of an earlier life of the model included, or when the stream does. A model
     that has had them is published, and trains no more.
     `model.ep_info_buffer` has returns and lengths of the newest episodes. What SB3 records goes to `weights.log`.
+    `merger` merges what the workers' connectors learn, such as `MeanStd`; its state is published with the weights.
 
     Raises `ConfigError` for a `total_timesteps` below 1, and `ModuleError` for a model that does not fit, both before
-    anything is published; and the errors of `stream` and `weights`: a `WeightsMismatchError` where the workers' module
-    is another one.
+    anything is published; `ConnectorError` where workers have connectors that learn and `merger` has not; and the
+    errors of `stream` and `weights`: a `WeightsMismatchError` where the workers' module is another one.
     """
     if total_timesteps < 1:
         raise ConfigError(f"{total_timesteps} is no number of steps to train on; give 1 or more", key="total_timesteps")
@@ -62,27 +70,31 @@ def updates(model: Any, stream: EpisodeStream, weights: WeightPublisher, total_t
     model._update_current_progress_remaining(min(model.num_timesteps, total_timesteps), total_timesteps)
     if hasattr(model, "exploration_schedule"):
         model.exploration_rate = model.exploration_schedule(model._current_progress_remaining)
-    weights.publish(_acting(model))
+    merger = merger or ConnectorMerger()
+    weights.publish(_acting(model, merger))
     if model.num_timesteps >= total_timesteps:
         return
     yield from (_on_policy if hasattr(model, "rollout_buffer") else _off_policy)(
-        model, stream, weights, total_timesteps
+        model, stream, weights, total_timesteps, merger
     )
 
 
-def _on_policy(model: Any, stream: EpisodeStream, weights: WeightPublisher, total_timesteps: int) -> Iterator[int]:
+def _on_policy(
+    model: Any, stream: EpisodeStream, weights: WeightPublisher, total_timesteps: int, merger: ConnectorMerger
+) -> Iterator[int]:
     shape = model.rollout_buffer.buffer_size, model.rollout_buffer.n_envs
     try:
         gathered: list[ChunkBatch] = []
         for batch in chain(stream, [None]):
             if batch is not None:
                 gathered.append(batch)
+                merger.take(batch)
                 _count(model, batch, total_timesteps)
             is_over = batch is None or model.num_timesteps >= total_timesteps
             if is_over or sum(part.steps for part in gathered) >= model.n_steps * model.n_envs:
                 if fill(model, gathered):
                     model.train()
-                    _tell(model, weights)
+                    _tell(model, weights, merger)
                     yield model.num_timesteps
                 gathered = []
             if is_over:
@@ -91,9 +103,12 @@ def _on_policy(model: Any, stream: EpisodeStream, weights: WeightPublisher, tota
         _reshape(model.rollout_buffer, *shape)  # as `model.learn` needs it
 
 
-def _off_policy(model: Any, stream: EpisodeStream, weights: WeightPublisher, total_timesteps: int) -> Iterator[int]:
+def _off_policy(
+    model: Any, stream: EpisodeStream, weights: WeightPublisher, total_timesteps: int, merger: ConnectorMerger
+) -> Iterator[int]:
     owed, passed = 0.0, 0
     for batch in stream:
+        merger.take(batch)
         store(model, batch)
         episodes = _count(model, batch, total_timesteps)
         for _ in range(batch.steps):
@@ -106,7 +121,7 @@ def _off_policy(model: Any, stream: EpisodeStream, weights: WeightPublisher, tot
             model.train(gradient_steps=int(owed), batch_size=model.batch_size)
             owed, passed = owed % 1, 0
         if batch.steps:
-            _tell(model, weights)
+            _tell(model, weights, merger)
             yield model.num_timesteps
         if model.num_timesteps >= total_timesteps:
             return
@@ -223,7 +238,7 @@ def _check(model: Any, stream: EpisodeStream) -> None:
             "SAC, without gSDE (use_sde)"
         )
     if model.get_vec_normalize_env() is not None:
-        raise ModuleError("the model's VecNormalize sees no step of the fleet; use the connector MeanStd in its place")
+        raise ModuleError("the model's VecNormalize sees no step of the fleet; use the connector MeanStd and a merger")
     stream.spaces().check_gymnasium(model.observation_space, model.action_space, f"this {type(model).__name__}")
 
 
@@ -242,35 +257,38 @@ def _count(model: Any, batch: ChunkBatch, total_timesteps: int) -> int:
     return len(done)
 
 
-def _tell(model: Any, weights: WeightPublisher) -> None:
-    """Publish the weights, and log what SB3 recorded, also where the weights have become NaN."""
+def _tell(model: Any, weights: WeightPublisher, merger: ConnectorMerger) -> None:
+    """Publish what workers act with, and log what SB3 recorded, also where the weights have become NaN."""
     try:
-        weights.publish(_acting(model))
+        weights.publish(_acting(model, merger))
     finally:
         recorded = model.logger.name_to_value.items()
         weights.log({name: float(value) for name, value in recorded if isinstance(value, int | float | np.number)})
         model.logger.dump(model.num_timesteps)
 
 
-def save_policy(run_dir: str | Path, model: Any, *, epoch: int | None = None) -> Path:
+def save_policy(
+    run_dir: str | Path, model: Any, merger: ConnectorMerger | None = None, *, epoch: int | None = None
+) -> Path:
     """Save what workers act with of `model` as RUN_DIR/learner.checkpoint, for `headrace evaluate` and `export`.
 
     That is the whole policy of PPO and A2C; the actor of SAC; the Q-network of DQN and its exploration rate. The counts
-    are the model's. `epoch`, and the errors, are as for `headrace.learner_stub.save_policy`.
+    are the model's. `merger` is that of `updates`. `epoch`, and the errors, are as for
+    `headrace.learner_stub.save_policy`.
     """
     counts = {"updates": model._n_updates, "steps": model.num_timesteps}
-    return learner_state.save_policy(run_dir, _acting(model), epoch=epoch, **counts)
+    return learner_state.save_policy(run_dir, _acting(model, merger or ConnectorMerger()), epoch=epoch, **counts)
 
 
-def _acting(model: Any) -> dict[str, Any]:
-    """Return the weights that workers act with."""
+def _acting(model: Any, merger: ConnectorMerger) -> dict[str, Any]:
+    """Return the weights that workers act with, and the state of their connectors."""
     state: dict[str, Any] = model.policy.state_dict()
     if hasattr(model, "rollout_buffer"):
-        return state
+        return {**state, **merger.get_state()}
     acting = {name: tensor for name, tensor in state.items() if name.startswith(("actor.", "q_net."))}
     if hasattr(model, "exploration_rate"):
         acting["exploration_rate"] = torch.tensor(float(model.exploration_rate))
-    return acting
+    return {**acting, **merger.get_state()}
 
 
 def _reshape(buffer: Any, steps: int, envs: int) -> None:

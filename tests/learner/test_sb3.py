@@ -25,11 +25,13 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from headrace.learner_stub.adapters import sb3
 from headrace.learner_stub.checkpoints.checkpoint import load_checkpoint, published_arrays
 from headrace.learner_stub.publishing.publisher import as_arrays, check_finite
+from headrace.learner_stub.rollouts.connector_merger import ConnectorMerger
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import map_arrays
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Spaces
-from headrace.schemas.errors import ConfigError, ModuleError, NotFiniteError
+from headrace.schemas.errors import ConfigError, ConnectorError, ModuleError, NotFiniteError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.connectors import MeanStd
 from headrace.workers.modules.sb3 import as_module, build
 from headrace.workers.policy.module_weights import write_weights
 
@@ -510,6 +512,33 @@ def trained_on(model: Any, batches: Recorded, total_timesteps: int) -> list[int]
     return list(sb3.updates(model, cast(Any, batches), cast(Any, NoFleet()), total_timesteps))
 
 
+@pytest.mark.parametrize("algorithm", [PPO, SAC])
+def test_what_connectors_learn_is_published_and_saved(algorithm: Any, tmp_path: Path) -> None:
+    module = partial(build, algorithm=algorithm.__name__)
+    config = EnvRunnerConfig(env="Pendulum-v1", num_envs=1, seed=0, module=module, env_to_module=[MeanStd])
+    with SingleAgentEnvRunner(config) as runner:
+        batches: Any = Recorded(runner.sample_fragment() for _ in range(3))
+        space = runner.spaces.to_gymnasium()[0]
+    model = algorithm("MlpPolicy", gym.wrappers.TransformObservation(make_pendulum(), np.float32, space), device="cpu")
+    counts: list[int] = []
+
+    def publish(state: dict[str, Any]) -> None:
+        counts.append(int(state.get("connectors/env_to_module/0.MeanStd/obs/count", [0])[0]))
+
+    fleet: Any = SimpleNamespace(publish=publish, log=lambda figures: None)
+    merger = ConnectorMerger(env_to_module=[MeanStd])
+    list(sb3.updates(model, batches, fleet, 10**6, merger))
+    seen = int(merger.get_state()["connectors/env_to_module/0.MeanStd/obs/count"][0])
+    assert (counts[0], counts[-1]) == (0, seen)
+    assert seen > sum(batch.steps for batch in batches)
+    saved = published_arrays(load_checkpoint(sb3.save_policy(tmp_path, model, merger)).arrays)  # type: ignore[union-attr]
+    assert {name: saved[name].tolist() for name in merger.get_state()} == {
+        name: array.tolist() for name, array in merger.get_state().items()
+    }
+    with pytest.raises(ConnectorError, match="give workers and learner the same ones"):
+        list(sb3.updates(model, batches, fleet, 10**7))
+
+
 @pytest.mark.parametrize("algorithm", [PPO, A2C, DQN, SAC])
 def test_what_the_adapter_saves_of_a_model_acts(algorithm: Any, tmp_path: Path) -> None:
     env = "Pendulum-v1" if algorithm is SAC else "CartPole-v1"
@@ -536,5 +565,5 @@ def test_a_model_whose_weights_become_nan_is_not_published_and_its_loss_is_logge
     with torch.no_grad():
         next(model.policy.parameters()).fill_(float("nan"))
     with pytest.raises(NotFiniteError, match="lower learning rate"):
-        sb3._tell(model, cast(Any, fleet))
+        sb3._tell(model, cast(Any, fleet), ConnectorMerger())
     assert [list(row) for row in logged] == [["train/loss"]]

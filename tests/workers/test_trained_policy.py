@@ -225,6 +225,15 @@ def test_a_connector_that_cannot_be_frozen_is_restored_after_each_call() -> None
     assert np.array_equal(policy.act(batch), first)
 
 
+def test_weights_without_the_state_of_their_connectors_are_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    config, runner = trained(Walk, env_to_module=[MeanStd])
+    with runner:
+        policy_of(config, runner)
+        assert not caplog.records
+        TrainedPolicy(config, spaces_of(runner), runner.get_state()["rl_module"], source="runs/a")
+    assert "runs/a has no state of the connectors of module 'default_policy'" in caplog.text
+
+
 def test_agents_are_played_by_their_own_policies_with_their_own_memory() -> None:
     config = EnvRunnerConfig(
         env=two_carts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from headrace.workers.policy.module_weights import weights_by_module, write_weig
 from headrace.workers.policy.noise import ActionNoise
 from headrace.workers.policy.policies import NO_EPISODE, Policies
 from headrace.workers.trained.export import ExportedFile, export_policy
+
+log = logging.getLogger(__name__)
 
 Columns = Mapping[str, NDArray[Any]]
 _Key = tuple[Any, str]
@@ -102,6 +105,13 @@ class TrainedPolicy:
             raise ModuleError(f"the builder of module {module_id!r} gives none, so there is nothing to act") from None
         if weights:
             write_weights(module, weights)
+            if not self._states[module_id] and any(connectors.get_state().values()):
+                log.warning(
+                    "%s has no state of the connectors of module %r, which act as if they had seen nothing; save what "
+                    "ConnectorMerger.get_state gives beside the weights",
+                    self.source or "the policy",
+                    module_id,
+                )
         return module
 
     def _connectors(self, module_id: str, rows: int = 1, agent: Any = None) -> VectorConnectors:
