@@ -52,6 +52,11 @@ def build_module(section: ModuleSection, spaces: Spaces, where: str = "module") 
             f"module {section.build!r} has no {', '.join(missing)}; the reference learner calls "
             'forward_train({"obs": ...}), logp(dist_inputs, actions) and entropy(dist_inputs)'
         )
+    if getattr(module, "action_chunk_size", 1) != 1:
+        raise ModuleError(
+            f"module {section.build!r} has an action_chunk_size, and the reference learner computes log-probs from the "
+            "observation of each step; leave it out, or train with a learner of your own: --set learner.enabled=false"
+        )
     elsewhere = {str(tensor.device) for tensor in module.state_dict().values()} - {"cpu"}
     if elsewhere:
         raise ModuleError(

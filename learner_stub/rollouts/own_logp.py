@@ -36,7 +36,8 @@ def with_own_logp(module: Any, batch: ChunkBatch) -> ChunkBatch:
     runs over each chunk from the state that came with it. The module is asked in `eval` mode, as workers ask it, on its
     own device; nothing in it changes.
 
-    Raises `ModuleError` for a module without `forward_train` or `logp`, or whose answers have other shapes.
+    Raises `ModuleError` for a module without `forward_train` or `logp`, or whose answers have other shapes, and for
+    steps of action chunks.
     """
     if missing := [name for name in ("forward_train", "logp") if not hasattr(module, name)]:
         raise ModuleError(

@@ -80,7 +80,16 @@ def _check_alike(batches: Sequence[ChunkBatch]) -> None:
 
 
 def chosen(batch: ChunkBatch) -> ChunkBatch:
-    """Return `batch` without end markers, random actions and logged ones."""
+    """Return `batch` without end markers, random actions and logged ones.
+
+    Raises `ModuleError` for steps of action chunks, which were chosen from earlier observations than their own.
+    """
+    if "action_chunk_step" in batch.columns:
+        raise ModuleError(
+            f"a batch of slot {batch.slot} is of a module with action_chunk_size: its actions were chosen from earlier "
+            "observations than those of their steps, from which log-probs would be computed here; leave "
+            "action_chunk_size out, or write a loss that reads the column 'action_chunk_step'"
+        )
     keep = (batch.table["length"] > 0) & (batch.table["flags"] & RANDOM_ACTIONS == 0)
     return on_policy(batch if keep.all() else batch.select(keep))
 

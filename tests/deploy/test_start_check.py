@@ -83,6 +83,19 @@ class Silent(Bare):
     def entropy(self, dist_inputs): ...
 
 
+class Chunks(Silent):
+    action_chunk_size = 2
+
+    def forward_exploration(self, batch):
+        return {name: column[:, None].expand(-1, 2) for name, column in Bare.forward_exploration(self, batch).items()}
+
+    forward_inference = forward_exploration
+
+
+def chunks(spaces):
+    return Chunks()
+
+
 def bare(spaces):
     return Bare()
 
@@ -277,6 +290,7 @@ def test_a_poll_of_inline_envs_beyond_the_lease_is_told_with_the_remedy() -> Non
 @pytest.mark.usefixtures("user_code")
 def test_a_module_must_give_the_outputs_that_the_learner_needs() -> None:
     assert "'user:silent' gives no 'logp' in forward_exploration" in mistake(module={"build": "user:silent"})
+    assert "'user:chunks' has an action_chunk_size, and the ref" in mistake(module={"build": "user:chunks"})
     assert "'user:narrow' does not fit its env's spaces" in mistake(module={"build": "user:narrow"})
     said = mistake(module={"build": "user:narrow", "compile": True})
     assert "does not fit its env's spaces, or torch does not compile it (module.compile = true): " in said

@@ -148,6 +148,13 @@ def test_steps_that_no_policy_chose_are_left_out(new_module: Callable[[], Any], 
     assert [len(chunk) for chunk in with_own_logp(new_module(), logged)] == [1, 1, 2]
 
 
+def test_steps_of_action_chunks_are_refused(make_batch: MakeBatch) -> None:
+    batch = make_batch([3], [ChunkEnd.ONGOING])
+    batch = replace(batch, columns={**batch.columns, "action_chunk_step": np.zeros(batch.steps, np.int64)})
+    with pytest.raises(ModuleError, match="a module with action_chunk_size: its actions were chosen from earlier obs"):
+        with_own_logp(Own(None), batch)
+
+
 def test_a_module_that_cannot_say_is_named(make_batch: MakeBatch) -> None:
     batch = make_batch([3], [ChunkEnd.ONGOING])
     with pytest.raises(ModuleError, match="Linear has no forward_train and no logp"):
