@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.learner_stub import with_own_logp
+from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
@@ -254,3 +256,15 @@ def test_an_lstm_refuses_a_zero_size_and_batches_without_sequences() -> None:
             lstm_actor_critic(sampler.spaces).forward_train({"obs": torch.zeros(3, 2)})
         with pytest.raises(ModuleError, match="without state_in columns"):
             sequences(sampler.sample_fragment())
+
+
+def test_a_batch_of_end_markers_has_no_sequences_and_a_learner_of_them_gets_no_rows() -> None:
+    with runner(Counting, module=LSTM) as sampler:
+        sampler.sample_fragment()
+        markers = over_the_wire(sampler.discard_open(Discard.SHUTDOWN))
+        module: Any = lstm_actor_critic(sampler.spaces)
+    assert (len(markers) > 0, markers.steps) == (True, 0)
+    for batch in (markers, with_own_logp(module, markers)):
+        answer = module.forward_train(sequences(batch))
+        assert {len(rows) for rows in answer.values()} == {0}
+        assert answer["values"].ndim == 1

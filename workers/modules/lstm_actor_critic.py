@@ -88,6 +88,9 @@ class LstmActorCritic(nn.Module):
                 "headrace.workers.modules.sequences makes of a batch, with 'lengths' and 'state_in' beside 'obs'"
             )
         lengths = batch["lengths"].cpu()
+        if not len(lengths):
+            none = self.heads.log_std.new_zeros((0, self.lstm.hidden_size))
+            return self.heads.forward_train(self._for_heads(none, batch["obs"]))
         features = self.trunk(self.encoder(batch["obs"]).to(self.heads.log_std.dtype))
         state = {name: part.to(self.heads.log_std.dtype) for name, part in batch["state_in"].items()}
         padded = nn.utils.rnn.pad_sequence(list(features.split(lengths.tolist())), batch_first=True)

@@ -149,10 +149,10 @@ def sequences(batch: ChunkBatch) -> dict[str, Any]:
     - "state_in": {name: (C, ...)}
     - "step_rows": int64 (N,), the row of `obs` before each step
 
-    Raises `ModuleError` when the batch has no state.
+    A batch of end markers alone has no sequence and no "state_in". Raises `ModuleError` for steps without state.
     """
     states = {n.removeprefix(STATE_IN): _tensor(c) for n, c in batch.columns.items() if n.startswith(STATE_IN)}
-    if not states:
+    if not states and batch.steps:
         raise ModuleError("a batch without state_in columns was not sampled by a recurrent module")
     lengths = np.diff(batch.obs_offsets)[batch.table["length"] > 0]
     last = np.zeros(int(lengths.sum()), np.bool_)
