@@ -19,14 +19,15 @@ from headrace.learner_stub.rollouts.rollout import Rollout, chosen
 from headrace.learner_stub.rollouts.tensors import to_torch
 from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import LOOKBACK
 from headrace.schemas.errors import ModuleError
 
 
 def with_own_logp(module: Any, batch: ChunkBatch) -> ChunkBatch:
     """Return the steps of `batch` that a policy chose, with what `module` says of them as it is now.
 
-    Call it for all batches of an update just before the first epoch. These columns are new, and those of `batch` stay
-    as they are:
+    Call it for all batches of an update just before the first epoch. These columns are new and have no lookback; the
+    others stay as they are:
 
     - logp: float32 (N,), of the actions taken. action_dist_inputs: (N, ...), unless N is 0.
     - behaviour_logp: what `logp` was before, by the weights that acted; absent where the batch had none.
@@ -48,7 +49,7 @@ def with_own_logp(module: Any, batch: ChunkBatch) -> ChunkBatch:
     before = {"behaviour_logp": batch.columns["logp"]} if "logp" in batch.columns else {}
     if not batch.steps:
         none = dict.fromkeys(("logp", "values", "next_values"), np.zeros(0, np.float32))
-        return replace(batch, columns={**batch.columns, **before, **none})
+        return _with(batch, {**before, **none})
     episodes = batch.episodes()
     rows = episodes.step_rows
     device = next((tensor.device for tensor in module.state_dict().values()), None)
@@ -67,14 +68,11 @@ def with_own_logp(module: Any, batch: ChunkBatch) -> ChunkBatch:
     if logp.shape != (batch.steps,):
         raise ModuleError(f"logp returned {tuple(logp.shape)} for {batch.steps} steps; it must be one number a step")
     own = values.astype(np.float32)
-    return replace(
-        batch,
-        columns={
-            **batch.columns,
-            **before,
-            "logp": array_of(logp.float()),
-            "action_dist_inputs": array_of(dist_inputs),
-            "values": own[rows],
-            "next_values": own[rows + 1],
-        },
-    )
+    made = {"logp": array_of(logp.float()), "values": own[rows], "next_values": own[rows + 1]}
+    return _with(batch, {**before, **made, "action_dist_inputs": array_of(dist_inputs)})
+
+
+def _with(batch: ChunkBatch, made: dict[str, Any]) -> ChunkBatch:
+    """Return `batch` with the columns `made`, without what it has of these names, also in the lookback."""
+    kept = {name: column for name, column in batch.columns.items() if name.removeprefix(LOOKBACK) not in made}
+    return replace(batch, columns=kept | made)

@@ -148,6 +148,16 @@ def test_steps_that_no_policy_chose_are_left_out(new_module: Callable[[], Any], 
     assert [len(chunk) for chunk in with_own_logp(new_module(), logged)] == [1, 1, 2]
 
 
+def test_the_lookback_has_no_numbers_of_the_weights_that_acted() -> None:
+    config = EnvRunnerConfig(env="CartPole-v1", num_envs=1, seed=0, episode_lookback_horizon=3)
+    with SingleAgentEnvRunner(config) as runner:
+        runner.sample(num_timesteps=4)
+        [chunk] = with_own_logp(runner.module, runner.sample(num_timesteps=4))
+    assert chunk.lookback is not None
+    assert len(chunk.lookback.actions) == 3
+    assert not chunk.lookback.columns
+
+
 def test_steps_of_action_chunks_are_refused(make_batch: MakeBatch) -> None:
     batch = make_batch([3], [ChunkEnd.ONGOING])
     batch = replace(batch, columns={**batch.columns, "action_chunk_step": np.zeros(batch.steps, np.int64)})

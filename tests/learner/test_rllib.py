@@ -133,8 +133,10 @@ def test_columns_of_with_own_logp_have_no_lookback(rllib: Any) -> None:
         assert batch.steps
         for episode, chunk in zip(to_episodes(batch), (chunk for chunk in batch if len(chunk)), strict=True):
             episode.validate()
-            for name in ("behaviour_logp", "next_values"):
-                np.testing.assert_array_equal(episode.get_extra_model_outputs(name), chunk.columns[name])
+            names = {"vf_preds": "values", "action_logp": "logp"}
+            for name in ("behaviour_logp", "next_values", "action_dist_inputs", *names):
+                own = chunk.columns[names.get(name, name)]
+                np.testing.assert_array_equal(episode.get_extra_model_outputs(name), own)
                 back = episode.get_extra_model_outputs(name, slice(-3, 0), neg_index_as_lookback=True)
                 assert len(back) == 0
             cut = episode.slice(slice(1, None), len_lookback_buffer=1)
