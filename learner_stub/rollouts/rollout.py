@@ -125,7 +125,8 @@ def on_policy(batch: ChunkBatch) -> ChunkBatch:
         rows = batch.state_offsets[chunks] if name.startswith(STATE_IN) else obs if is_obs_column(name) else steps
         columns[name] = column[rows]
     table = batch.table[chunks]
-    table["t_start"] += starts - batch.offsets[chunks]
+    env_t = batch.columns.get("env_t")  # of several agents, which may pause
+    table["t_start"] = table["t_start"] + starts - batch.offsets[chunks] if env_t is None else env_t[starts]
     table["episode_length"] -= batch.offsets[chunks + 1] - stops
     table["length"], table["lookback"] = stops - starts, 0
     table["end"] = np.where(stops == batch.offsets[chunks + 1], table["end"], ChunkEnd.ONGOING)

@@ -40,6 +40,12 @@ def test_a_chunk_is_split_around_logged_actions(make_batch: MakeBatch) -> None:
     assert on_policy(nothing_logged) is nothing_logged
 
 
+def test_a_part_of_a_chunk_begins_at_the_env_step_of_its_first_row(make_batch: MakeBatch) -> None:
+    env_t = np.array([0, 2, 4, 6, 8, 1, 3, 5, 7, 9, 11])  # of agents that act at every other step
+    runs = on_policy(with_logged(make_batch([5, 2, 4], ENDS), env_t=env_t))
+    assert [run.t_start for run in runs] == [run.env_t[0] for run in runs] == [0, 4, 5, 11]
+
+
 def test_a_recurrent_chunk_keeps_only_the_run_at_its_beginning(make_batch: MakeBatch) -> None:
     state = np.array([[1.0], [2.0], [3.0]], np.float32)
     runs = on_policy(with_logged(make_batch([5, 2, 4], ENDS), **{"state_in/h": state}))
