@@ -56,7 +56,7 @@ class PreviousActionReward(_Addition):
 
 
 class TimeOneHot(_Addition):
-    """Adds "time", float32 (length,): the one-hot number of steps since the episode began.
+    """Adds "time", float32 (length,): the one-hot number of steps that the agent has taken in its episode.
 
     From step `length` - 1 on, the last place is set.
     """
