@@ -60,6 +60,22 @@ def test_a_runners_state_has_each_modules_connectors_by_name() -> None:
             first.get_state("env_to_module/a2")
 
 
+def test_a_state_replaces_what_connectors_have_learnt_since_their_last_update() -> None:
+    with multi_runner(num_envs=2, **TWO) as sampler:
+        sampler.sample(num_timesteps=8)
+        state = sampler.get_state(not_components="random_streams")
+        for force in (True, False):
+            sampler.set_state(state if force else {"env_to_module": state["env_to_module"]}, force=force)
+            assert same(sampler.get_state()["env_to_module"], state["env_to_module"])
+        a0 = moments(state["env_to_module"], "a0/")
+        sampler.sample(num_timesteps=8)
+        sampler.set_state({"env_to_module": {f"a0/{name}": array for name, array in a0.items()}})
+        assert same(moments(sampler.get_state()["env_to_module"], "a0/"), a0)
+        update = sampler.take_connector_update()
+        assert not update["a0"]["env_to_module"]
+        assert update["a1"]["env_to_module"][COUNT], "no state of a1 came"
+
+
 def test_connector_state_of_an_unknown_module_or_another_shape_is_refused_whole() -> None:
     with multi_runner(**TWO) as sampler:
         sampler.sample(num_timesteps=3)

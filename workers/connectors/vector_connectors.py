@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -154,9 +154,9 @@ class VectorConnectors:
         """Return {"env_to_module": arrays by name, "module_to_env": arrays by name}."""
         return {pipeline.key: pipeline.get_state() for pipeline in self._pipelines}
 
-    def take_update(self) -> dict[str, State]:
-        """Return what was learnt since the last call, by pipeline as in `get_state`."""
-        return {pipeline.key: pipeline.take_update() for pipeline in self._pipelines}
+    def take_update(self, keys: Container[str] = PIPELINES) -> dict[str, State]:
+        """Return what was learnt since the last call, by pipeline as in `get_state`: of the pipelines in `keys`."""
+        return {pipeline.key: pipeline.take_update() for pipeline in self._pipelines if pipeline.key in keys}
 
     def attach_update(self, batch: ChunkBatch) -> ChunkBatch:
         """Return `batch` with what was learnt since the last call.

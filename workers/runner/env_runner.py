@@ -537,7 +537,8 @@ class EnvRunner(ABC, Generic[Batch]):
     def set_state(self, state: Mapping[str, Any], *, force: bool = False) -> None:
         """Take over the parts of `state`; weights only if (learner_epoch, weights_seq_no) is newer, or `force`.
 
-        Connector state that comes with weights is taken or left together with them. "random_streams" are taken only
+        Connector state that comes with weights is taken or left together with them. It replaces all that connectors
+        have learnt here, also what `take_connector_update` has not returned yet. "random_streams" are taken only
         with the same worker_index, so that no two workers get the same episodes. This runner then abandons its open
         episodes. The other runner's open episodes are not restored.
         Raises `StateError`, `ModuleError` or `ConnectorError` for what does not fit.

@@ -127,6 +127,12 @@ class RunnerState:
         for module_id, (weights, connectors) in parts.items():
             self._policies[module_id].write(weights, connectors)
 
+    def _drop_updates(self, parts: Parts) -> None:
+        """Drop what connectors with a state in `parts` have learnt since their last update. Raises as `_write` does."""
+        self._check(parts)
+        for module_id, (_, connectors) in parts.items():
+            self._policies[module_id].connectors.take_update(connectors)
+
     def _apply(self, parts: Parts, version: Version) -> None:
         self.waiting = None
         self._write(parts)
@@ -189,12 +195,15 @@ class RunnerState:
                 parts = self._names.split(policies, state[RL_MODULE])
                 for module_id, own in self._names.connectors_by_module(policies, connectors).items():
                     parts[module_id] = parts.get(module_id, (None, {}))[0], own
+                self._drop_updates(parts)
                 self._take(parts, Version(epoch, seq, str(state.get("weights_digest", ""))))
         elif connectors:
             if not policies:
                 raise missing_env_error()
             by_module = self._names.connectors_by_module(policies, connectors)
-            self._write({module_id: (None, own) for module_id, own in by_module.items()})
+            parts = {module_id: (None, own) for module_id, own in by_module.items()}
+            self._drop_updates(parts)
+            self._write(parts)
         self._metrics.write_counters(state)
         if place_streams is not None:
             place_streams()
