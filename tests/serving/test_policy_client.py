@@ -32,6 +32,7 @@ from headrace.workers.serving.session_records import ServingLimits
 from headrace.workers.serving.single_frame import split_frame
 from support.fleets.env_hosts import cable_to
 from support.refusals import refused
+from support.serving.lost_answers import unanswered
 from support.serving.plain_episodes import SPACES, rule
 from support.serving.served import LIMITS, Served
 from support.waiting import TIMEOUT_S, wait_until
@@ -97,6 +98,31 @@ def test_another_call_in_place_of_one_that_timed_out_is_refused(server: Served, 
         client.log_action(episode, [2, 1], 42)
         client.end_episode(episode, [3, 1])
     assert server.episodes.episodes[episode].actions == [rule([1, 1]), 42]
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_rewards_logged_before_a_call_is_repeated_go_with_the_next_step(server: Served, taken: bool) -> None:
+    """Earlier, they were lost where the server had taken the call without an answer."""
+    with PolicyClient(server.endpoint, timeout_s=TIMEOUT_S) as client:
+        episode = client.start_episode()
+        client.get_action(episode, [0, 1])
+        client.log_returns(episode, 1.0)
+        with unanswered(taken=taken):
+            client.log_action(episode, [1, 1], 42)
+        client.log_returns(episode, 10.0, {"late": 1})
+        for seen, action in (([2, 1], 42), ([1, 1], 7)):
+            with refused("step_order", match="was sent as another request; repeat that one, or abort"):
+                client.log_action(episode, seen, action)
+        client.log_action(episode, [1, 1], 42)
+        client.log_returns(episode, 100.0)
+        with unanswered(taken=taken):
+            client.end_episode(episode, [2, 1])
+        with refused("busy"):
+            client.log_returns(episode, 1000.0)
+        client.end_episode(episode, [2, 1])
+    kept = server.episodes.episodes[episode]
+    assert (kept.seen, kept.actions, kept.rewards) == ([0, 1, 2], [rule([0, 1]), 42], [0, 1, 110])
+    assert kept.infos == [{"late": 1}]
 
 
 def test_threads_of_one_client_wait_side_by_side(server: Served) -> None:

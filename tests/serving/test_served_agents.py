@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from headrace.schemas.chunks.chunk import ChunkEnd, to_episode
+from headrace.schemas.errors import EnvContractError
 from headrace.schemas.errors.episodes import EpisodeAbortedError
 from headrace.workers.connectors import FrameStack
 from headrace.workers.serving.client import PolicyClient
+from support.refusals import refused
 from support.serving.agent_lives import Life, check
+from support.serving.lost_answers import unanswered
 from support.serving.served_agents import ByHttp, ByZmq, Rule, rule, served_agents
 from support.waiting import TIMEOUT_S, wait_until
 
@@ -61,6 +64,44 @@ def test_the_python_client_takes_dicts_by_agent_nested_spaces_and_int_ids() -> N
     assert whole["3"].infos[1] == {"k": 1}
     assert (whole["deep"].rewards.tolist(), whole["deep"].module_id) == ([4.0, 0.0], "deep")
     assert whole["deep"].obs["at"][1].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_is_logged_of_agents_before_a_repetition_goes_with_the_next_step(taken: bool) -> None:
+    """Earlier, it was lost where the server had taken the step without an answer."""
+    with served_agents() as served, PolicyClient(served.endpoint, timeout_s=TIMEOUT_S) as client:
+        episode = client.start_episode()
+        both = [{"red": [t, 1], "blue": [t, 2]} for t in range(3)]
+        client.get_action(episode, both[0])
+        client.log_returns(episode, {"red": 1.0, "blue": 2.0})
+        with unanswered(taken=taken):
+            client.get_action(episode, both[1])
+        client.log_returns(episode, {"red": 10.0, "blue": 20.0}, {"blue": {"last": 1}}, {"blue": True})
+        with refused("step_order"):
+            client.get_action(episode, {"red": [1, 1]})
+        client.get_action(episode, both[1])
+        client.end_episode(episode, both[2])
+    whole = {a: to_episode([c for c in served.chunks if c.agent_id == a]) for a in ("red", "blue")}
+    assert {a: own.rewards.tolist() for a, own in whole.items()} == {"red": [1.0, 10.0], "blue": [2.0, 20.0]}
+    assert whole["blue"].infos[2] == {"last": 1}
+
+
+def test_a_repetition_that_the_server_refuses_may_be_corrected() -> None:
+    with served_agents() as served, PolicyClient(served.endpoint, timeout_s=TIMEOUT_S) as client:
+        episode = client.start_episode()
+        client.get_action(episode, {"red": [0, 1], "blue": [0, 2]})
+        client.log_returns(episode, {"red": 1.0, "blue": 2.0}, multiagent_truncated_dict={"blue": True})
+        with unanswered(taken=False):
+            client.get_action(episode, {"red": [1, 1]})
+        client.log_returns(episode, {"red": 10.0})
+        with pytest.raises(EnvContractError, match="observations should be their final ones too"):
+            client.get_action(episode, {"red": [1, 1]})
+        client.get_action(episode, {"red": [1, 1], "blue": [1, 2]})
+        client.log_returns(episode, {"red": 100.0})
+        client.end_episode(episode, {"red": [2, 1]})
+    whole = {a: to_episode([c for c in served.chunks if c.agent_id == a]) for a in ("red", "blue")}
+    assert {a: own.rewards.tolist() for a, own in whole.items()} == {"red": [11.0, 100.0], "blue": [2.0]}
+    assert whole["blue"].is_truncated
 
 
 @WAYS

@@ -32,6 +32,7 @@ from pydantic import Field, Strict, model_validator
 from headrace.schemas.basics.bounds import MOST_SILENCE_S, ListOf, Natural, Positive, Version
 from headrace.schemas.chunks.spaces import Spaces, spaces_from_json
 from headrace.schemas.errors import DecodeError
+from headrace.schemas.errors.serving import ServingError
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Message
 
@@ -273,6 +274,19 @@ class AgentsStep(AnyStep):
         """Return rewards, infos, and who is terminated or truncated, by agent."""
         news = self.reward, self.info, _of_agents(self.terminated), _of_agents(self.truncated)
         return news if any(news) else ()
+
+
+def another_request_error(episode: str, step: int) -> ServingError:
+    """Return the error for a step that is repeated with another call or other values."""
+    return ServingError(
+        f"step {step} of episode {episode!r} was sent as another request; repeat that one, or abort the episode",
+        "step_order",
+    )
+
+
+def bytes_of(row: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a row, or rows by agent, as bytes by name, which compare also where there is NaN."""
+    return {name: bytes_of(own) if isinstance(own, Mapping) else own.tobytes() for name, own in row.items()}
 
 
 def _said_of_all(told: dict[str, Any]) -> Literal["terminated", "truncated"] | None:

@@ -10,6 +10,7 @@ import uuid
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,14 +21,14 @@ from numpy.typing import NDArray
 from headrace.schemas.basics.closable import Closable
 from headrace.schemas.chunks.spaces import Spaces, nest
 from headrace.schemas.credentials.keys import CLIENT, ClientKeys, client_keys
-from headrace.schemas.errors import HeadraceError, UnreachableError
+from headrace.schemas.errors import EncodeError, EnvContractError, HeadraceError, UnreachableError
 from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
     EpisodeError,
     EpisodesClosedError,
     NoFreePlaceError,
 )
-from headrace.schemas.errors.serving import UnknownSessionError, code_of
+from headrace.schemas.errors.serving import ServingError, UnknownSessionError, code_of
 from headrace.schemas.peers.sockets import OwnSockets
 from headrace.workers.serving.client.connection import Connection, ServerPlace, find_server, request_of
 from headrace.workers.serving.client.logged_returns import Dones, LoggedReturns, LoggedReturnsByAgent, no_returns
@@ -41,6 +42,8 @@ from headrace.workers.serving.serving_messages import (
     EpisodeAbort,
     EpisodeAnswer,
     EpisodeStart,
+    another_request_error,
+    bytes_of,
     served_spaces_from_json,
 )
 
@@ -53,6 +56,23 @@ class _Episode:
     returns: LoggedReturns | LoggedReturnsByAgent
     task: dict[str, Any] | None
     step: int = 0
+    unanswered: _Unanswered | None = None
+
+
+@dataclass(slots=True)
+class _Unanswered:
+    """A step without an answer. The server may have taken it, so that only the same call may follow.
+
+    `returns` went out with it. The episode's own are of later: they go out with the next step.
+    """
+
+    fields: dict[str, Any]
+    arrays: Mapping[str, NDArray[Any]]
+    returns: LoggedReturns | LoggedReturnsByAgent
+
+    def is_same(self, fields: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bool:
+        """Return whether these are its own."""
+        return fields == self.fields and bytes_of(arrays) == bytes_of(self.arrays)
 
 
 class PolicyClient(Closable):
@@ -64,8 +84,9 @@ class PolicyClient(Closable):
 
     Calls raise the error with which the server refuses them (`errors/serving.py` and `errors/episodes.py` in
     `schemas/`), and `UnreachableError`, which says so if the server lives, but its worker took no step in time; it
-    may wait for the learner. The same call may be repeated. A server that has restarted does not know
-    the old episodes: the next call of each raises `EpisodeAbortedError`.
+    may wait for the learner. The same call may be repeated, with the same values; another one is refused, because the
+    first may count. A server that has restarted does not know the old episodes: the next call of each raises
+    `EpisodeAbortedError`.
     """
 
     @classmethod
@@ -183,11 +204,14 @@ class PolicyClient(Closable):
 
         The next call may observe an agent that is done or truncated for the last time. Raises `EnvContractError` for a
         reward that is not a finite number, for an unknown agent, and for an agent that is done. Raises
-        `EpisodeError` before the first action. After an error nothing of the call counts.
+        `EpisodeError` before the first action. After an error nothing of the call counts. Between a call without an
+        answer and its repetition, it adds to the reward of the action that the repetition returns or logs.
         """
         episode = self._find(episode_id)
         if not episode.step:
             raise EpisodeError(episode_id, "no_action")
+        if episode.unanswered is not None and "end" in episode.unanswered.fields:  # no step will follow to take them
+            raise EpisodeError(episode_id, "busy")
         episode.returns.add(reward, info, multiagent_done_dict, multiagent_truncated_dict)
 
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
@@ -205,22 +229,36 @@ class PolicyClient(Closable):
         self, episode_id: str, observation: Any, arrays: Mapping[str, NDArray[Any]] | None = None, **fields: Any
     ) -> tuple[EpisodeAnswer, dict[str, NDArray[Any]]]:
         episode = self._find(episode_id)
-        codec = self._codec.observation
+        codec, before = self._codec.observation, episode.unanswered
         arrays = {**codec.to_arrays(codec.read(observation)), **(arrays or {})}
-        fields |= {"episode": episode_id, "step": episode.step, **episode.returns.fields()}
+        if before is not None and not before.is_same(fields, arrays):
+            raise another_request_error(episode_id, episode.step)
+        returns = episode.returns if before is None else before.returns
         try:
-            answer, found = self.ask(self._codec.step_message, arrays, **fields)
-        except HeadraceError as error:
+            answer, found = self.ask(
+                self._codec.step_message, arrays, episode=episode_id, step=episode.step, **fields, **returns.fields()
+            )
+        except (EpisodeError, ServingError, EnvContractError, EncodeError) as error:  # not taken
             code = code_of(error)
+            if before is not None and code in ("not_in_space", "cannot_log"):  # nor was it taken the first time
+                returns.add(*episode.returns.fields().values())
+                episode.returns, episode.unanswered = returns, None
             if code not in ("aborted", "unknown_episode", "unknown_session"):
                 raise
             self._forget(episode_id)
             if code == "aborted":
                 raise
             raise EpisodeAbortedError(episode_id, str(error)) from error
+        except BaseException:  # no answer
+            if before is None:
+                episode.unanswered, episode.returns = _Unanswered(fields, arrays, returns), copy(returns)
+                episode.returns.settle()
+            raise
         assert isinstance(answer, EpisodeAnswer)
         episode.step = answer.next_step
-        episode.returns.settle()
+        if before is None:
+            returns.settle()
+        episode.unanswered = None
         return answer, found
 
     def _find(self, episode_id: str) -> _Episode:

@@ -114,7 +114,7 @@ class LoggedReturnsByAgent:
 
     def settle(self) -> None:
         """Start from zero: the server has the step. Agents that it ended stay done."""
-        self.gone |= {*self.terminated, *self.truncated}
+        self.gone = {*self.gone, *self.terminated, *self.truncated}  # a copy of this record keeps its own
         self.reward, self.info, self.terminated, self.truncated = {}, {}, {}, {}
 
 
