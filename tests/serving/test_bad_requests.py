@@ -191,6 +191,19 @@ def test_a_step_out_of_order_is_refused(way: Any) -> None:
         way.step(way.name, 5, [1, 2])
 
 
+def test_a_repeated_step_logs_no_other_action(way: Any) -> None:
+    """Earlier, it was answered as the first one, which was recorded: the client did something else."""
+    way.start(episode := f"{way.name}-repeats")
+    way.step(episode, 0, [1, 2], action=41)
+    for other in ({"observation": [1, 2], "action": 7}, {"observation": [2, 2], "action": 41}):
+        with refused("step_order", match="was sent as another request; repeat that one, or abort"):
+            way.step(episode, 0, **other)
+    assert way.step(episode, 0, [1, 2], action=41)["next_step"] == 1
+    way.step(episode, 1, [3, 2], reward=1.0)
+    assert way.step(episode, 1, [3, 2], reward=2.0)["next_step"] == 2, "older clients add what was logged since"
+    way.abort(episode)
+
+
 @pytest.mark.parametrize("observation", [[1], [[1, 2]], [1, 2, 3], [1, 1e9], []])
 def test_an_observation_that_is_not_of_its_space_is_refused(way: Any, observation: Any) -> None:
     with pytest.raises(EnvContractError, match="obs should be"):

@@ -21,7 +21,14 @@ from headrace.schemas.frames.wire import MessageKind
 from headrace.workers.external.agent_episodes import ExternalAgentEpisodes
 from headrace.workers.external.calls import Answer
 from headrace.workers.external.solo_episodes import ExternalEpisodes
-from headrace.workers.serving.serving_messages import AnyStep, EpisodeAbort, EpisodeAnswer, EpisodeStart
+from headrace.workers.serving.serving_messages import (
+    AnyStep,
+    EpisodeAbort,
+    EpisodeAnswer,
+    EpisodeStart,
+    another_request_error,
+    bytes_of,
+)
 from headrace.workers.serving.session_records import (
     Address,
     EpisodeRecord,
@@ -84,21 +91,22 @@ class SessionEpisodes:
             episode.reply_to, episode.asked_at = address, time.monotonic()
             self._pass_on(episode, step, observation, action)
             return None
-        return self._step_again(episode, step, address)
+        return self._step_again(episode, step, address, observation, action)
 
-    def _step_again(self, episode: EpisodeRecord, step: AnyStep, address: Address) -> Reply | None:
+    def _step_again(
+        self, episode: EpisodeRecord, step: AnyStep, address: Address, observation: Any, action: Any
+    ) -> Reply | None:
         """Handle a step that is not new: repeated, out of order, or of an episode that is over.
 
-        A repeated step has the kind of the first: nothing else would tell the client of a lost answer what was done.
+        A repeated step has the kind of the first, and the action that was logged then and its observation: nothing else
+        would tell the client of a lost answer what was done.
         """
         ends = step.end != "no"
         taken = episode.reply_to is not None if step.step == episode.step else step.step == episode.step - 1
-        if taken and not episode.over and (ends, not (ends or step.off_policy)) != (episode.ends, episode.wants_action):
-            raise ServingError(
-                f"step {step.step} of episode {step.episode!r} was sent as another request; repeat that one, or abort "
-                "the episode",
-                "step_order",
-            )
+        if taken and not episode.over:
+            is_same_kind = (ends, not (ends or step.off_policy)) == (episode.ends, episode.wants_action)
+            if not is_same_kind or bytes_of(_logged(observation, action)) != bytes_of(episode.logged):
+                raise another_request_error(step.episode, step.step)
         if step.step == episode.step - 1 and episode.last is not None:
             return episode.last
         if episode.over is not None:
@@ -119,6 +127,7 @@ class SessionEpisodes:
         end = _ENDS[step.end]
         episode.ends = end is not ChunkEnd.ONGOING
         episode.wants_action = not (episode.ends or step.off_policy)
+        episode.logged = _logged(observation, action)
 
         def on_answer(answer: Answer) -> None:
             self._post(lambda: self._answered(episode, answer))
@@ -171,6 +180,10 @@ class SessionEpisodes:
         address, episode.reply_to = episode.reply_to, None
         if address is not None:
             address.send(EpisodeAbortedError(episode.id, reason))
+
+
+def _logged(observation: Any, action: Any) -> dict[str, Any]:
+    return {} if action is None else {"observation": observation, "action": action}
 
 
 def _answer(episode: EpisodeRecord, answer: Answer) -> Reply:

@@ -82,6 +82,8 @@ class EpisodeRecord:
     """True if the answer to the step under way has an action."""
     ends: bool = False
     """True if the step under way is the last."""
+    logged: Mapping[str, Any] = field(default_factory=dict)
+    """The action that the client chose itself in the newest step, and its observation; else empty."""
     last: Reply | None = None
     """The reply to the previous step."""
     over: str | None = None
