@@ -158,16 +158,42 @@ def test_broken_connections_neither_lose_nor_repeat_a_step() -> None:
         assert kept.rewards == [0, *range(99)]
 
 
-def test_a_restarted_server_aborts_old_episodes_and_takes_new_ones(socket_dir: str) -> None:
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_restarted_server_aborts_old_episodes_and_takes_new_ones(socket_dir: str, steps: bool) -> None:
     with Served(socket_dir=socket_dir) as first:
         client = PolicyClient(first.endpoint, timeout_s=TIMEOUT_S)
         episode = client.start_episode()
         client.get_action(episode, [1, 1])
     with Served(socket_dir=socket_dir) as second:
         with pytest.raises(EpisodeAbortedError, match="open it, and start new episodes"):
-            client.get_action(episode, [2, 1])
+            client.get_action(episode, [2, 1]) if steps else client.abort_episode(episode)
+        with refused("unknown_episode"):
+            client.abort_episode(episode)
         assert second.episodes.episodes[play(client)].end == "truncated"
         client.close()
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_an_abort_without_an_answer_may_be_repeated(server: Served, taken: bool) -> None:
+    """Earlier, the client forgot the episode at once, and its place stayed taken."""
+    with PolicyClient(server.endpoint, timeout_s=TIMEOUT_S) as client:
+        episode = client.start_episode()
+        with unanswered(taken=taken):
+            client.abort_episode(episode, "fell")
+        client.abort_episode(episode, "fell")
+        assert server.episodes.episodes[episode].end == "fell"
+        with refused("unknown_episode"):
+            client.abort_episode(episode)
+
+
+def test_an_abort_after_an_end_without_an_answer_says_that_it_has_completed(server: Served) -> None:
+    with PolicyClient(server.endpoint, timeout_s=TIMEOUT_S) as client:
+        episode = client.start_episode()
+        with unanswered(taken=True):
+            client.end_episode(episode, [1, 1])
+        for code in ("already_completed", "unknown_episode"):
+            with refused(code):
+                client.abort_episode(episode)
 
 
 def test_a_client_that_vanishes_loses_its_episodes_after_its_lease() -> None:

@@ -48,6 +48,8 @@ from headrace.workers.serving.serving_messages import (
 )
 
 _BEFORE_WELCOME_BYTES = 4096
+_OVER = ("aborted", "already_completed", "unknown_episode", "unknown_session")
+"""Codes of errors that mean that the episode is over at the server."""
 log = logging.getLogger(__name__)
 
 
@@ -222,8 +224,8 @@ class PolicyClient(Closable):
     def abort_episode(self, episode_id: str, reason: str = "") -> None:
         """Abort an episode that will never finish."""
         self._find(episode_id)
+        self._ask_about(episode_id, EpisodeAbort, reason=str(reason)[:200])
         self._forget(episode_id)
-        self.ask(EpisodeAbort, episode=episode_id, reason=str(reason)[:200])
 
     def _step(
         self, episode_id: str, observation: Any, arrays: Mapping[str, NDArray[Any]] | None = None, **fields: Any
@@ -235,20 +237,13 @@ class PolicyClient(Closable):
             raise another_request_error(episode_id, episode.step)
         returns = episode.returns if before is None else before.returns
         try:
-            answer, found = self.ask(
-                self._codec.step_message, arrays, episode=episode_id, step=episode.step, **fields, **returns.fields()
-            )
+            kind, told = self._codec.step_message, {**fields, **returns.fields()}
+            answer, found = self._ask_about(episode_id, kind, arrays, step=episode.step, **told)
         except (EpisodeError, ServingError, EnvContractError, EncodeError) as error:  # not taken
-            code = code_of(error)
-            if before is not None and code in ("not_in_space", "cannot_log"):  # nor was it taken the first time
+            if before is not None and code_of(error) in ("not_in_space", "cannot_log"):  # nor the first time
                 returns.add(*episode.returns.fields().values())
                 episode.returns, episode.unanswered = returns, None
-            if code not in ("aborted", "unknown_episode", "unknown_session"):
-                raise
-            self._forget(episode_id)
-            if code == "aborted":
-                raise
-            raise EpisodeAbortedError(episode_id, str(error)) from error
+            raise
         except BaseException:  # no answer
             if before is None:
                 episode.unanswered, episode.returns = _Unanswered(fields, arrays, returns), copy(returns)
@@ -260,6 +255,24 @@ class PolicyClient(Closable):
             returns.settle()
         episode.unanswered = None
         return answer, found
+
+    def _ask_about(
+        self,
+        episode_id: str,
+        kind: type[ClientRequest],
+        arrays: Mapping[str, NDArray[Any]] | None = None,
+        **fields: Any,
+    ) -> tuple[Any, dict[str, NDArray[Any]]]:
+        """Send a request about an open episode. Forget the episode if the server says that it is over there."""
+        try:
+            return self.ask(kind, arrays, episode=episode_id, **fields)
+        except (EpisodeError, ServingError) as error:
+            code = code_of(error)
+            if code in _OVER:
+                self._forget(episode_id)
+            if code in ("unknown_episode", "unknown_session"):
+                raise EpisodeAbortedError(episode_id, str(error)) from error
+            raise
 
     def _find(self, episode_id: str) -> _Episode:
         episode = self._episodes.get(episode_id)
