@@ -246,6 +246,28 @@ def test_a_client_that_holds_all_places_waits_for_one_of_its_own() -> None:
             client.end_episode(later.result(), [0, 0])
 
 
+def test_a_start_without_an_answer_takes_one_place_however_often_it_is_repeated() -> None:
+    """Earlier, each repetition took another one."""
+    with Served(capacity=2) as small, PolicyClient(small.endpoint, timeout_s=TIMEOUT_S) as client:
+        for _ in range(3):
+            with unanswered(taken=True):
+                client.start_episode()
+        with unanswered(taken=False):
+            client.start_episode(training_enabled=False)
+        client.start_episode()
+        client.start_episode(training_enabled=False)
+        assert [episode.training_enabled for episode in small.episodes.episodes.values()] == [True, False]
+
+
+def test_a_start_is_not_repeated_in_another_session(server: Served) -> None:
+    with PolicyClient(server.endpoint, timeout_s=TIMEOUT_S) as client:
+        with unanswered(taken=True):
+            client.start_episode()
+        server.dispatcher.post(lambda sessions, now: sessions.close())
+        client.end_episode(client.start_episode(), [0, 0])
+    assert [episode.end for episode in server.episodes.episodes.values()] == ["client_left", "terminated"]
+
+
 @pytest.mark.parametrize("by_tcp", [False, True])
 def test_connecting_to_an_absent_server_raises_unreachable_error(by_tcp: bool, free_port: int, socket_dir: str) -> None:
     endpoint = f"tcp://127.0.0.1:{free_port}" if by_tcp else f"ipc://{socket_dir}/clients-0"

@@ -136,6 +136,8 @@ class PolicyClient(Closable):
         self._connections: list[Connection] = []
         """Idle connections. Each call takes one, so that calls of several threads can wait at the same time."""
         self._episodes: dict[str, _Episode] = {}
+        self._lost_starts: dict[str, bool] = {}
+        """Own ids of starts without an answer -> `training_enabled`. The server may have started these episodes."""
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._own.before_end.append(self._closing.set)
@@ -160,8 +162,12 @@ class PolicyClient(Closable):
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     def start_episode(self, episode_id: str | None = None, training_enabled: bool = True) -> str:
-        """Open an episode and return its id. Waits for a free place; raises `NoFreePlaceError` after `timeout_s`."""
-        episode_id = episode_id or uuid.uuid4().hex
+        """Open an episode and return its id. Waits for a free place; raises `NoFreePlaceError` after `timeout_s`.
+
+        A call without an id repeats an earlier one that got no answer, so that only one place is taken.
+        """
+        lost = None if episode_id else self._take_lost_start(training_enabled)
+        is_own, episode_id = not episode_id, episode_id or lost or uuid.uuid4().hex
         until = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -170,9 +176,25 @@ class PolicyClient(Closable):
             except NoFreePlaceError:
                 if time.monotonic() >= until or self._closing.wait(0.1):
                     raise
+            except EpisodeError:
+                if lost is None:
+                    raise
+                lost, episode_id = None, uuid.uuid4().hex  # that one ended with its session
+            except BaseException:
+                if is_own:
+                    with self._lock:
+                        self._lost_starts[episode_id] = training_enabled
+                raise
         with self._lock:
             self._episodes[episode_id] = _Episode(no_returns(self.spaces), answer.task)
         return episode_id
+
+    def _take_lost_start(self, training_enabled: bool) -> str | None:
+        with self._lock:
+            ids = (lost for lost, trains in self._lost_starts.items() if trains == training_enabled)
+            if (found := next(ids, None)) is not None:
+                del self._lost_starts[found]
+        return found
 
     def task_of(self, episode_id: str) -> dict[str, Any] | None:
         """Return the task with which the episode is to begin, as a teacher published it; None without one."""
