@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gymnasium as gym
@@ -197,6 +200,35 @@ def test_a_missed_deadline_is_told_and_aborts_the_episode(monkeypatch: pytest.Mo
         env.start_episode("two")
         with pytest.raises(EpisodeTimeoutError, match=r"log_action\(\) of episode .two. .* within 0.1 s"):
             env.log_action("two", see(0), 1)
+        sampler.sample_fragment()
+        assert sampler.totals.stepped == 0
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT interrupts, as it does where the tests are not spread over processes."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_an_interrupted_call_aborts_its_episode() -> None:
+    """Earlier, its answer went nowhere: the episode had an action that the caller of an ActingClient never did."""
+
+    def interrupt() -> None:
+        wait_until(lambda: env.episodes.counts()["waiting"], "the call")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with idle(num_envs=1) as sampler:
+        env: Any = sampler.env
+        env.start_episode("one")
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                env.log_action("one", see(0), 1)
+        with pytest.raises(EpisodeAbortedError, match=r"log_action\(\) was interrupted"):
+            env.log_action("one", see(0), 1)
         sampler.sample_fragment()
         assert sampler.totals.stepped == 0
 

@@ -113,13 +113,16 @@ class SelfDrivenEnv(Generic[AnyTable]):
 
     def _wait(self, episode_id: str, say: Callable[[OnAnswer], None], call: str) -> Any:
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        say(answers.put)
         try:
+            say(answers.put)
             answer = answers.get(timeout=EXTERNAL_PATIENCE_S)
-        except queue.Empty:
-            error = EpisodeTimeoutError(episode_id, call, EXTERNAL_PATIENCE_S)
+        except (queue.Empty, KeyboardInterrupt, SystemExit) as caught:
+            error: BaseException = caught
+            if isinstance(caught, queue.Empty):
+                error = EpisodeTimeoutError(episode_id, call, EXTERNAL_PATIENCE_S)
             with suppress(EpisodeError):  # it is over already
-                self.episodes.abort(episode_id, str(error))  # because it is unknown whether the action was taken
+                # because it is unknown whether the action was taken
+                self.episodes.abort(episode_id, str(error) or f"{call} was interrupted")
             raise error from None
         if answer.error is not None:
             raise answer.error
