@@ -61,7 +61,8 @@ class LearnerState:
 
     def __init__(self, folder: str | Path) -> None:
         self._path = Path(folder) / CHECKPOINT_FILE
-        self._claimed = False
+        self._found: object = _identity(self._path)
+        """The file that the first save takes over whatever its epoch, as of a fleet whose epochs were lost."""
 
     @classmethod
     def of(cls, run_dir: str | Path, *, connect_timeout_s: float = 60.0) -> Self:
@@ -105,12 +106,12 @@ class LearnerState:
         tree, own = pack(more, OWN)
         arrays = {**stored_arrays(as_arrays(policy, allow_non_finite=allow_non_finite)), **own}
         state = {"updates": updates, "steps": steps, _TREE: tree}
-        # The first save takes over whatever is there, as of a fleet whose epochs were lost.
         checkpoint = Checkpoint(stream.epoch, stream.position(), state, arrays)
         with suppress(OSError):  # what is wrong with the folder, the save says
             self._path.parent.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(self._path, checkpoint, claim=not self._claimed)
-        self._claimed = True
+        # Of another file, as a successor's, the epoch decides.
+        save_checkpoint(self._path, checkpoint, claim=self._found == _identity(self._path))
+        self._found = "saved"
         return self._path
 
     def load(self) -> LoadedState | None:
@@ -130,6 +131,12 @@ class LearnerState:
             raise CheckpointError(str(self._path), "the learner's own values in it are no dict")
         counts = {name: count for name in ("updates", "steps") if type(count := saved.state.get(name)) is int}
         return LoadedState(_policy(published_arrays(saved.arrays)), saved.position, more=more, **counts)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    with suppress(OSError):
+        return (status := path.stat()).st_ino, status.st_mtime_ns
+    return None
 
 
 def _policy(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:

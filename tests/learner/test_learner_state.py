@@ -125,6 +125,19 @@ def test_a_learner_that_was_replaced_cannot_save(tmp_path: Path) -> None:
         first.save(Stream(epoch=1), weights)
 
 
+def test_the_first_save_takes_over_the_file_that_was_there_but_not_a_successors(tmp_path: Path) -> None:
+    weights = {"weight": torch.ones(1)}
+    LearnerState(tmp_path).save(Stream(epoch=4), weights)
+    replaced, successor = LearnerState(tmp_path), LearnerState(tmp_path)
+    successor.save(Stream(epoch=2), weights)  # of a fleet whose epochs were lost
+    with pytest.raises(FencedError, match="learner epoch 2; this learner, epoch 1, stops"):
+        replaced.save(Stream(epoch=1), weights)
+    replaced.load()  # as after figures that are not finite
+    with pytest.raises(FencedError):
+        replaced.save(Stream(epoch=1), weights)
+    LearnerState(tmp_path).save(Stream(epoch=1), weights)
+
+
 def test_another_groups_reader_does_not_write_over_the_learners_checkpoint(tmp_path: Path) -> None:
     own, reader = tmp_path / "of" / "evaluation", Stream(group="evaluate")
     (tmp_path / "broker.json").touch()
