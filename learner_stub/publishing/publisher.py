@@ -40,6 +40,7 @@ from headrace.schemas.messages.weights import (
     join_modules,
     merge_published,
     nbytes_of,
+    split_modules,
     unwrapped,
     weights_digest,
 )
@@ -139,10 +140,10 @@ class WeightPublisher(Closable):
     ) -> int:
         """Make these the fleet's newest weights. Return their seq. Copies them, and does not wait for their arrival.
 
-        With several modules: module id -> state dict. A module that is left out is frozen: workers go on with the
-        weights that they have for it, and those that start later use the ones it was built with. Arrays named
-        "connectors/..." beside a module's tensors are state of its connectors. `_orig_mod.` of `torch.compile` is
-        taken out of names, and a `module.` of DDP where it is in front of all of them.
+        With several modules: module id -> state dict. A module that is left out is frozen: it keeps what this publisher
+        sent for it last, or else the weights that it was built with. Arrays named "connectors/..." beside a module's
+        tensors are state of its connectors. `_orig_mod.` of `torch.compile` is taken out of names, and a `module.` of
+        DDP where it is in front of all of them.
 
         Tensors may be on any device, and keep their dtype on the wire, bfloat16 and float8 too. What stands under two
         names, as tied parameters, is sent once. Workers cast floats of any width to those of their module. Integers or
@@ -164,15 +165,16 @@ class WeightPublisher(Closable):
         """
         self._check_usable()
         with connection.shared(self.token).time_spent.part("publish"), interrupt_held(), self._lock:
-            arrays, seq = _as_sent(unwrapped(array_views(state_dict))), self.seq + 1
-            before: Arrays = self._newest if partial else {}
-            if before:
+            arrays, seq, before = _as_sent(unwrapped(array_views(state_dict))), self.seq + 1, self._newest
+            if partial and before:
                 arrays = merge_published(before, arrays)
             elif partial:
                 raise EncodeError("this publisher has sent no version of which this can be a part; publish all weights")
+            elif (given := split_modules(arrays)) is not None:  # workers that start later get this version alone
+                arrays = _as_sent(join_modules({**(split_modules(before) or {}), **given}))
             if told := connection.shared(self.token).weights:
                 arrays = fit_published(arrays, *told)
-            changed = {n: a for n, a in arrays.items() if before.get(n) is not a} if partial else arrays
+            changed = {n: a for n, a in arrays.items() if before.get(n) is not a}
             self._check_finite(changed, allow_non_finite)
             connection.shared(self.token).published = [(broker.epoch, seq) for broker in self._brokers]
             self._publishing = True

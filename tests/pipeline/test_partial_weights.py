@@ -193,6 +193,33 @@ def test_a_part_may_have_connector_state_that_the_whole_lacked(
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_module_that_is_left_out_keeps_its_newest_weights_in_workers_that_start_later(
+    size: int, broker: BrokerThread, publisher: WeightPublisher, start_feeder: StartFeeder
+) -> None:
+    """As in self-play, where both modules are one at first."""
+    start_feeder(broker.endpoints.worker)
+    first = {"w": torch.ones(size)}
+    publisher.publish({"learns": first, "earlier": first})
+    acknowledge(publisher)
+    for seq in (2, 3):
+        first["w"].fill_(seq)
+        assert publisher.publish({"learns": first}) == seq
+    late = start_feeder(broker.endpoints.worker, slot=1)
+    found = wait_until(lambda: (v := late.weights.take()) and v.version == (1, 3) and v, "weights")
+    assert weights_digest(found.arrays) == found.digest
+    assert {name: set(array.tolist()) for name, array in found.arrays.items()} == {
+        "modules/learns/w": {3.0},
+        "modules/earlier/w": {1.0},
+    }
+    publisher.publish({"earlier": first})
+    found = wait_until(lambda: (v := late.weights.take()) and v.version == (1, 4) and v, "weights")
+    assert {name: set(array.tolist()) for name, array in found.arrays.items()} == {
+        "modules/learns/w": {3.0},
+        "modules/earlier/w": {3.0},
+    }
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_a_part_on_one_machine_makes_a_whole_in_its_memory(
     size: int, broker: BrokerThread, publisher: WeightPublisher, start_feeder: StartFeeder, sent: list[int]
 ) -> None:
