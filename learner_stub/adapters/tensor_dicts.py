@@ -57,8 +57,8 @@ def _nested(value: Any) -> Any:
 def _trajectories(batch: ChunkBatch, chunk: torch.Tensor) -> torch.Tensor:
     """Return a number for the chunk of each step. Two chunks share one by a chance of 2**-64.
 
-    Slices of a replay buffer end where it changes. So chunks of two agents of one episode get different ones.
+    Slices of a replay buffer end where it changes: after each chunk, as another agent or another rank has the next.
     """
-    row = np.arange(len(batch), dtype=np.uint64)
+    row = np.arange(len(batch), dtype=np.uint64) + (batch.table["chunk_index"].astype(np.uint64) << np.uint64(32))
     chunks = (batch.table["id_high"] ^ batch.table["id_low"]) + row * _SPREAD
     return torch.from_numpy(chunks.view(np.int64))[chunk]

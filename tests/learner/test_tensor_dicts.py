@@ -95,6 +95,17 @@ def test_slices_of_a_replay_buffer_stay_within_a_chunk(batch: ChunkBatch) -> Non
     assert (ids == ids[:, :1]).all()
 
 
+def test_chunks_of_one_episode_have_their_own_ids() -> None:
+    """Another rank may have the chunk between two of them: a slice of a replay buffer must not go across."""
+    config = EnvRunnerConfig(env="Pendulum-v1", num_envs=1, rollout_fragment_length=5, seed=0)
+    with SingleAgentEnvRunner(config) as runner:
+        batches = [runner.sample_fragment(random_actions=True) for _ in range(3)]
+    assert len({batch[0].episode_id for batch in batches}) == 1
+    ids = [set(to_tensordict(batch)["collector", "traj_ids"].tolist()) for batch in batches]
+    assert [len(own) for own in ids] == [1] * 3
+    assert len(set.union(*ids)) == 3
+
+
 def test_torchrls_own_estimator_gives_the_advantages_of_gae(batch: ChunkBatch) -> None:
     functional: Any = pytest.importorskip("torchrl.objectives.value.functional")
     data = to_tensordict(batch, set_truncated=True)
