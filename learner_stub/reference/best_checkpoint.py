@@ -65,8 +65,10 @@ def _window_mean(state: dict[str, Any]) -> float:
     """Return what `LearnerPolicies.window_mean` was when `state` was saved; the lowest number for another state."""
     means = []
     for own in state.get("modules", {"": state}).values():
+        if own.get("frozen"):
+            continue
         returns = own.get("recent_returns", ())
         if len(returns) < RECENT_EPISODES:
             return -math.inf
         means.append(float(np.mean(returns)))
-    return sum(means) / len(means)
+    return sum(means) / len(means) if means else -math.inf

@@ -53,7 +53,7 @@ class FrozenPolicy:
 
     def get_state(self) -> tuple[dict[str, Any], Arrays]:
         """Return counters and weights; the optimizer's state is empty."""
-        return self.stats.get_state(), training_arrays(self.weights(), {"state": {}})
+        return {**self.stats.get_state(), "frozen": True}, training_arrays(self.weights(), {"state": {}})
 
     def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Go on from the result of `get_state`. The optimizer's state of a module once in training is dropped."""
@@ -90,9 +90,9 @@ class LearnerPolicies:
 
     @property
     def window_mean(self) -> float | None:
-        """Mean of all policies' mean returns over the newest 100 episodes each; None before all have so many."""
-        means = [policy.stats.window_mean for policy in self.by_id.values()]
-        return None if None in means else sum(mean for mean in means if mean is not None) / len(means)
+        """Mean of trained policies' mean returns over the newest 100 episodes each; None before all have so many."""
+        means = [policy.stats.window_mean for policy in self.by_id.values() if not isinstance(policy, FrozenPolicy)]
+        return None if None in means or not means else sum(mean for mean in means if mean is not None) / len(means)
 
     def update(self, batches: Sequence[ChunkBatch], interruption: StopDeadline = NO_INTERRUPTION) -> Metrics:
         """Train each policy on its own of `batches`, which may be none. Return metrics by "module id/name".

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.annexes.policies.evaluator import watch
+from headrace.deploy.annexes.policies.evaluator import mean_return, watch
 from headrace.deploy.report.progress import ProgressView
 from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.goal import Goal, RunNumbers
@@ -84,6 +84,14 @@ def test_checkpoints_are_evaluated_as_steps_go_by_and_the_best_is_kept(tmp_path:
     last = lines(tmp_path)[-1]
     assert (last["update"], last["return"]) == (18, told[0]["return"]), "the same policy plays the same episodes"
     assert not last["best"]
+
+
+def test_the_best_of_several_policies_is_by_the_return_of_those_in_training() -> None:
+    by_policy = {"learns": {"mean": 3.0}, "other": {"mean": 1.0}, "earlier": {"mean": -4.0}}
+    told = {"return": {"mean": 0.0}, "return_by_policy": by_policy}
+    assert mean_return(told, ["learns", "other"]) == 4.0
+    assert mean_return(told, []) == 0.0
+    assert mean_return({"return": {"mean": 5.0}}, ["learns"]) == 5.0, "of an env of one agent"
 
 
 def test_a_run_directory_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

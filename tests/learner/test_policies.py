@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, save_checkpoint
+from headrace.learner_stub.reference.best_checkpoint import BestCheckpoint
 from headrace.learner_stub.reference.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies, build_policies
 from headrace.learner_stub.reference.ppo import PPO, training_arrays
 from headrace.learner_stub.rollouts.connector_merger import ConnectorMerger
@@ -154,6 +157,19 @@ def test_a_policy_may_be_frozen_and_trained_again_over_restarts(make_batch: Make
     again = LearnerPolicies({"one": PPO(new_module(), SETTINGS), "two": FrozenPolicy(new_module())})  # type: ignore[arg-type]
     again.set_state(*frozen.get_state())
     assert again.update([batch])["one/steps"] == 60
+
+
+def test_the_figure_of_the_best_checkpoint_leaves_frozen_policies_out(new_module: NewModule, tmp_path: Path) -> None:
+    """In a zero-sum game the opponent loses what the trained policy wins."""
+    policies = LearnerPolicies({"learns": PPO(new_module(), SETTINGS), "earlier": FrozenPolicy(new_module())})
+    policies.by_id["earlier"].stats.recent_returns.extend([-3.0] * 99)
+    assert policies.window_mean is None
+    policies.by_id["learns"].stats.recent_returns.extend([3.0] * 100)
+    assert policies.window_mean == 3.0
+    best = BestCheckpoint(tmp_path / "learner.checkpoint", 1)
+    save_checkpoint(tmp_path / "learner.checkpoint", Checkpoint(1, [], *policies.get_state()))
+    best.saved(policies.window_mean)
+    assert BestCheckpoint(tmp_path / "learner.checkpoint", 2)._highest == 3.0
 
 
 def test_the_state_of_other_policies_is_refused_by_name(new_module: NewModule) -> None:

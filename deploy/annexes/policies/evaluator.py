@@ -10,8 +10,10 @@ import math
 import os
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from headrace.deploy.annexes.policies.evaluation import Evaluation, PlaySettings
 from headrace.deploy.run.checkpoint_facts import BEST_FILE, NEWEST_FILE, counts_of
@@ -40,20 +42,21 @@ def watch(
     seed = next(given for given in (seed, config.sampling.seed, _DEFAULT_SEED) if given is not None)
     settings = PlaySettings(EPISODES, num_envs, seed)
     with envs_apart() as calls, Evaluation(config, settings, calls=calls) as evaluation:
-        watcher = _Watcher(run_dir, config.learner.evaluate_every_steps, evaluation)
+        learner = config.learner
+        watcher = _Watcher(run_dir, learner.evaluate_every_steps, evaluation, learner.policies_to_train or [])
         while not stopping.wait(_LOOK_S):
             watcher.look(stopping)
 
 
 class _Watcher:
-    def __init__(self, run_dir: Path, every: int, evaluation: Evaluation) -> None:
-        self._every, self._evaluation = every, evaluation
+    def __init__(self, run_dir: Path, every: int, evaluation: Evaluation, trained: list[str]) -> None:
+        self._every, self._evaluation, self._trained = every, evaluation, trained
         self._newest, self._best = run_dir / NEWEST_FILE, run_dir / BEST_FILE
         self._held = run_dir / f"evaluating.{os.getpid()}.checkpoint"
         self._log = EvaluationLog(run_dir)
         before = self._log.take_new()
         self._evaluated_steps = before[-1]["steps"] if before else 0
-        self._best_mean = max((told["return"]["mean"] for told in before), default=-math.inf)
+        self._best_mean = max((mean_return(told, trained) for told in before), default=-math.inf)
         self._seen_at_ns = 0
         with writing(run_dir):
             for left in run_dir.glob("evaluating.*.checkpoint"):  # left by a killed process
@@ -92,7 +95,7 @@ class _Watcher:
             **scores.as_json(),
             "seconds": round(time.monotonic() - began, 3),
         }
-        mean = told["return"]["mean"]
+        mean = mean_return(told, self._trained)
         told["best"] = mean > self._best_mean
         if told["best"]:
             keep_best(self._held, self._best)
@@ -100,3 +103,10 @@ class _Watcher:
         self._evaluated_steps = counts.steps
         self._log.append(told)
         log.info("evaluated: %s", describe(told))
+
+
+def mean_return(told: Mapping[str, Any], trained: list[str]) -> float:
+    """Return the mean return of an evaluation: that of `trained` policies together, if it tells of any of these."""
+    by_policy = told.get("return_by_policy", {})
+    own = [by_policy[policy]["mean"] for policy in trained if policy in by_policy]
+    return float(sum(own) if own else told["return"]["mean"])
