@@ -16,6 +16,10 @@ from headrace.schemas.peers.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
 Where = str | Path | None
 """A run directory or a rendezvous; None: the rendezvous in the environment."""
 
+_RECORDED = "headrace.deploy.annexes.recording.recorded_stream:RecordedStream"
+_FOLDERS = dict.fromkeys(("batches-*.parquet", "unmerged"), _RECORDED)
+"""Classes of annexes with the verbs of a stream, each for folders that have such a file or folder."""
+
 
 def address_sources(
     run_dir: str | Path | None, rendezvous: Where | AddressSource | Sequence[AddressSource], count: int
@@ -43,6 +47,12 @@ def as_list(endpoint: str | Sequence[str]) -> list[str]:
     return endpoints
 
 
+def recorded_kind(where: object) -> str | None:
+    """Return the class that reads the folder `where` as a stream; None for any other place."""
+    found = isinstance(where, str | Path) and is_there(Path(where))
+    return next((kind for pattern, kind in _FOLDERS.items() if found and any(Path(str(where)).glob(pattern))), None)
+
+
 def find_fleet(
     where: Where | Sequence[Where], connect_timeout_s: float, options: Mapping[str, Any]
 ) -> tuple[str | list[str], dict[str, Any]]:
@@ -56,6 +66,8 @@ def find_fleet(
     """
     several = isinstance(where, Sequence) and not isinstance(where, str)
     places = list(where) if isinstance(where, Sequence) and not isinstance(where, str) else [where]
+    for place in filter(recorded_kind, places):
+        raise ConfigError(f"{place} is a recording and has no fleet; EpisodeDataset(EpisodeStream.of(...)) reads it")
     sources = [_source_at(place) for place in places]
     if not sources:
         raise ConfigError("an empty list names no fleet; give a run directory or a rendezvous for each broker")

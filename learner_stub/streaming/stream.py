@@ -27,7 +27,7 @@ from typing import Any, Literal, Self, cast
 
 from headrace.learner_stub.link import connection
 from headrace.learner_stub.link.broker_link import BrokerLink, Watched, await_message
-from headrace.learner_stub.link.fleet_place import Where, address_sources, as_list, find_fleet
+from headrace.learner_stub.link.fleet_place import Where, address_sources, as_list, find_fleet, recorded_kind
 from headrace.learner_stub.link.ranks import RankPort, RankZero, chosen_rank
 from headrace.learner_stub.link.time_spent import TimeSpent
 from headrace.learner_stub.streaming.broker_stream import BrokerStream
@@ -46,7 +46,7 @@ from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.credentials.key_files import group_rule, is_group
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
-from headrace.schemas.errors import ConfigError, UnreachableError, is_there, refusal
+from headrace.schemas.errors import ConfigError, UnreachableError, refusal
 from headrace.schemas.messages.learner_messages import MOST_WINDOW_STEPS, Ranks
 from headrace.schemas.peers.fleet_address import SAY_WAITING_S, AddressSource
 from headrace.schemas.peers.fleet_place import FleetPlace
@@ -55,10 +55,6 @@ log = logging.getLogger("headrace.learner")
 
 STOPPED_WAIT_S = 10.0
 """Seconds that a stopped fleet may take to start again before a stream ends."""
-
-_RECORDED = "headrace.deploy.annexes.recording.recorded_stream:RecordedStream"
-_FOLDERS = dict.fromkeys(("batches-*.parquet", "unmerged"), _RECORDED)
-"""Classes of annexes with the verbs of a stream, each for folders that have such a file or folder."""
 
 _OTHER_BROKERS_S = 5.0
 """Seconds that a stream waits, once one of several brokers has answered, for the others to answer too."""
@@ -231,10 +227,8 @@ class EpisodeStream:
         addresses. Keys are those in the config of the run, unless `options` or the environment name others. `options`
         are those of the constructor, whose errors it raises. The folder of a recording gives a `RecordedStream`.
         """
-        folder = Path(where) if isinstance(where, str | Path) and "://" not in str(where) else None
-        for pattern, kind in _FOLDERS.items():
-            if folder is not None and is_there(folder) and any(folder.glob(pattern)):
-                return cast("Self", resolve_name(kind)(where, **options))
+        if (kind := recorded_kind(where)) is not None:
+            return cast("Self", resolve_name(kind)(where, **options))
         endpoint, found = find_fleet(where, connect_timeout_s, options)
         return cls(endpoint, **found)
 

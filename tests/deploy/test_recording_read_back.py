@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from headrace.deploy.annexes.recording import compaction
 from headrace.deploy.annexes.recording.recorded_stream import RecordedStream
 from headrace.deploy.annexes.recording.recording_folder import RecordingFolder
-from headrace.learner_stub import EpisodeStream, LearnerState
+from headrace.learner_stub import EpisodeStream, LearnerState, StreamDataset, WeightPublisher
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd, format_episode_id
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, Space, Spaces, Tuple
@@ -413,6 +413,24 @@ def test_a_recording_has_all_verbs_of_a_stream_and_takes_its_options(tmp_path: P
         EpisodeStream.of(path, rounds="train")
     with pytest.raises(ConfigError, match="a recording has one reader, and no ranks"):
         EpisodeStream.of(path, rank=1, world_size=2)
+
+
+def test_a_recording_takes_rank_env_in_a_process_that_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = recorded(tmp_path / "recording", [make_batch(1)])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert [batch.seq for batch in EpisodeStream.of(path, rank="env")] == [1]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="a recording has one reader, and no ranks"):
+        EpisodeStream.of(path, rank="env")
+
+
+@pytest.mark.parametrize("opened", [StreamDataset, WeightPublisher.of])
+def test_what_needs_a_fleet_says_at_once_that_a_recording_is_none(tmp_path: Path, opened: Any) -> None:
+    path = recorded(tmp_path / "recording", [make_batch(1)])
+    with pytest.raises(ConfigError, match=r"recording is a recording and has no fleet; EpisodeDataset\(EpisodeStream"):
+        opened(path)
 
 
 def test_a_run_directory_is_no_folder_for_a_recording(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import orjson
 
 from headrace.deploy.annexes.recording import check_pyarrow
 from headrace.learner_stub import EpisodeStream
+from headrace.learner_stub.link.ranks import chosen_rank
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import format_episode_id
 from headrace.schemas.chunks.spaces import Spaces
@@ -64,7 +65,7 @@ class RecordedStream:
     ) -> None:
         if unknown := of_a_fleet.keys() - inspect.signature(EpisodeStream.__init__).parameters:
             raise TypeError(f"a recording has no option {min(unknown)!r}")
-        if of_a_fleet.get("world_size", 1) != 1 or of_a_fleet.get("rank", 0) != 0:
+        if chosen_rank(of_a_fleet.get("rank", 0), of_a_fleet.get("world_size", 1)) != (0, 1):
             raise ConfigError("a recording has one reader, and no ranks", key="world_size")
         self.path = Path(path)
         self.auto_commit = auto_commit
