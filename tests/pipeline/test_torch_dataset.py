@@ -199,8 +199,9 @@ def test_the_next_loader_gets_what_a_killed_worker_process_had(
     start_feeder(broker.endpoints.worker, batches, window=SHIPPED)
     loader = stack.enter_context(Loader(tmp_path, num_workers=2, multiprocessing_context="spawn"))
     os.kill(sorted(loader.word("held"))[killed], signal.SIGKILL)
-    loader.go_on()
+    # Torch raises in the middle of whatever the main thread does: here while it waits, and not within a publish.
     assert re.search("killed by signal|exited unexpectedly", loader.word("error")), "torch says one or the other"
+    loader.go_on()
     assert loader.word("published") == len(loader.items(0) + loader.items(1)), "the publisher is never fenced"
     shipped = {orjson.dumps(told(batch)) for batch in batches}
     first, second = loader.items(0), loader.items(1)
