@@ -45,8 +45,8 @@ def updates(
 ) -> Iterator[int]:
     """Train `model` and publish its weights; yield `model.num_timesteps` after each update.
 
-    - PPO, A2C: an update takes `n_steps` times `n_envs` steps or more, as whole batches. When the stream ends, a last
-      one takes the steps that are left.
+    - PPO, A2C: an update takes `n_steps` times `n_envs` steps or more, as whole batches. When the stream or
+      `total_timesteps` ends, a last one takes the steps that are left.
     - DQN, SAC: an update is one batch. It goes into the replay buffer. After `train_freq` steps or episodes, as whole
       batches, follow as many gradient steps as `gradient_steps` and `learning_starts` ask for. Workers explore with
       DQN's exploration rate; SAC's actor explores from the start.
