@@ -200,9 +200,10 @@ def learner_threads(facts: Facts) -> Iterator[Observation]:
 
 
 def metrics_not_finite(facts: Facts) -> Iterator[Observation]:
-    """Yield that metrics of the learner are NaN or infinite, by its newest row."""
-    row = facts.learner_row
-    names = [] if row is None else [name.removeprefix(NOT_FINITE) for name in row.values if name.startswith(NOT_FINITE)]
+    """Yield that metrics of the learner are NaN or infinite, by its newest row: not by one of an earlier learner."""
+    row, epoch = facts.learner_row, number(facts.snapshot.lease.get("epoch"))
+    figures = row.values if row is not None and row.epoch >= epoch else ()
+    names = [name.removeprefix(NOT_FINITE) for name in figures if name.startswith(NOT_FINITE)]
     if names:
         told = f"{', '.join(map(one_line, names[:_MANY]))}{f' and {len(names) - _MANY} more' if names[_MANY:] else ''}"
         sentence = f"the learner does not learn: its newest {told} is NaN or infinite"

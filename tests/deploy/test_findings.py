@@ -519,6 +519,13 @@ FINE = {
         told(workers={0: WORKER}, started_unix_s=NOW - 5),
         "Learning. Nothing lost.",
     ),
+    "has a new learner that has logged nothing, after one whose loss was NaN": (
+        told(
+            healthy(learner_row=LearnerRowView(1, 5, NOW - 900, 9000, 7, {"not_finite/loss": 1.0})),
+            lease={**LEASE, "epoch": 2},
+        ),
+        "Learning. Nothing lost.",
+    ),
     "aborts episodes like any": (
         told(gauges=ABORTED, workers={0: FAILED_ONCE, 1: WORKER}),
         "Learning. Nothing lost.",
