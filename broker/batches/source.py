@@ -248,7 +248,7 @@ class Source:
         self.totals = totals.model_copy(update={"open": 0, "discarded": discarded, "module_steps": by_module})
         self.left = {batch.seq: batch for batch in window if batch.seq > self.accepted}
         self.left_reason = reason if reason in set(Drop) else Drop.WORKER_KILLED
-        self.end_reason = self.end_reason or reason
+        self.end_reason = reason if self.met_at is None else self.end_reason or reason  # not met: not fenced here
         self.closed = True
         self.peer = None
 

@@ -114,7 +114,8 @@ class FleetMetrics(BrokerObserver):
         """Return the lifetime counters of a life that its ledger row does not have, without those that are 0."""
         before = self._counted_before.get(source.key, {})
         own: Mapping[str, int] = self._counted.get(source.key, {})
-        told = {FENCED_LIVES: int(source.end_reason == Discard.FENCED)} | told_counters(source)
+        is_sure = source.met_at is not None or source.closed  # else it was superseded, and how it ended comes later
+        told = {FENCED_LIVES: int(is_sure and source.end_reason == Discard.FENCED)} | told_counters(source)
         counters = {name: before.get(name, 0) + count for name, count in own.items()}
         counters |= {name: max(before.get(name, 0), count) for name, count in told.items()}
         return {**before, **{name: count for name, count in counters.items() if count}}
@@ -257,8 +258,8 @@ class FleetMetrics(BrokerObserver):
         for source in sources:
             state = source.end_reason or ("joined" if source.peer is not None else "lost")
             before = self._seen.get(source.key)
-            if before is None and state == "lost" and source.met_at is None:
-                continue  # known from Redis only: its worker may come back
+            if before is None and source.met_at is None and state in ("lost", Discard.FENCED, Discard.SHUTDOWN):
+                continue  # known from Redis only: its worker may come back, or left an earlier broker in order
             if before != state and (before is not None or self._is_news(source, state)):
                 self._note(state, slot=source.slot, incarnation=source.incarnation)
             self._seen[source.key] = state

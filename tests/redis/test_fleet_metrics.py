@@ -16,7 +16,16 @@ from headrace.schemas.accounts.lifetime_counters import row_counters
 from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.redis_keys import QUANTILES, labelled
 from headrace.schemas.chunks.batch import BatchHeader
-from headrace.schemas.messages import Bye, Commit, Heartbeat, LearnerFigures, LearnerHello, WorkerHello
+from headrace.schemas.messages import (
+    Bye,
+    Commit,
+    Heartbeat,
+    LearnerFigures,
+    LearnerHello,
+    Obituary,
+    SupervisorHello,
+    WorkerHello,
+)
 
 
 def header(seq: int, steps: int, **totals: Any) -> BatchHeader:
@@ -67,6 +76,36 @@ def test_the_report_has_each_change_of_a_life_as_one_event() -> None:
     assert events() == []
     core.receive(b"w", Bye(slot=3, incarnation=2, totals=WorkerTotals(), settled=Settled()), 0.0)
     assert events() == [("shutdown", 3, 2)]
+
+
+def test_lives_that_ended_before_the_run_went_on_are_not_fenced() -> None:
+    core = BrokerCore("f", BrokerLimits())
+    metrics, totals = FleetMetrics(core), WorkerTotals(seq=1, stepped=128, shipped=128, shipped_chunks=2)
+    before = {"totals": totals, "accepted": (128, 2), "held": (128, 2), "settled": Settled(), "closed": True}
+
+    def fenced() -> list[tuple[int, int]]:
+        return [key for key, one in core.store.sources.items() if metrics.counters_of(one).get("fenced_lives_total")]
+
+    def events() -> list[tuple[str, int, int]]:
+        told = [event for event in metrics.report(0.0).events if "slot" in event]
+        return [(event["event"], event["slot"], event["incarnation"]) for event in told]
+
+    for slot in range(3):
+        core.store.restore(LedgerRow(slot=slot, incarnation=1, **before))
+        hello = WorkerHello(fleet_id="f", token=f"{slot}", slot=slot, incarnation=2)
+        core.receive(b"%d" % slot, hello, 0.0)
+    assert (sorted(events()), fenced()) == ([("joined", 0, 2), ("joined", 1, 2), ("joined", 2, 2)], [])
+    core.receive(b"s", SupervisorHello(fleet_id="f", token="s"), 0.0)
+    core.receive(b"l", LearnerHello(token="l", channel="stream"), 0.0)
+    for slot, reason in enumerate(("shutdown", "worker_killed", "fenced")):
+        words = Obituary(slot=slot, incarnation=1, totals=totals, settled=Settled(), reason=reason)
+        core.receive(b"s", words, 0.0)
+    assert {slot: core.store.source(slot, 1).end_reason for slot in range(3)} == {
+        0: "shutdown",
+        1: "worker_killed",
+        2: "fenced",  # its worker was stopped while the brokers changed, and came back
+    }
+    assert (events(), fenced()) == ([("worker_killed", 1, 1)], [(2, 1)])
 
 
 def told_learner(core: BrokerCore, now: float) -> dict[str, Any]:
@@ -231,7 +270,7 @@ def test_counters_of_lives_go_on_from_those_of_an_earlier_broker() -> None:
     assert metrics.counters_of(source) == known
     told = header(1, 10).model_copy(update={"aborted": [(1.0, 2), (3.0, 4)]})
     accept(metrics, told, nbytes=50)
-    source.end_reason = "fenced"
+    source.end_reason, source.met_at = "fenced", 0.0
     source.figures.take(beat(bytes_shipped=(4000, 4000), waited_s={"round": 8.9}), 0.0)
     more = {"accepted_bytes_total": 150, "aborted_episodes_total": 3, wait: 8, "fenced_lives_total": 1}
     assert metrics.counters_of(source) == {**known, **more}
