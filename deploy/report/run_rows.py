@@ -26,7 +26,7 @@ _WHOLE = ("epoch", "version", "batches", "workers", "episodes")
 """Units of gauges that are whole numbers, as all counters are."""
 _ALWAYS = (
     *("env_steps", "learner_epoch", "weights_seq", "agent_steps", "env_steps_per_s", "episodes", "episodes_window"),
-    *("workers", "held_batches", "committed_steps", "dropped_steps", "discarded_steps"),
+    *("workers", "workers_blocked", "held_batches", "committed_steps", "dropped_steps", "discarded_steps"),
 )
 """Columns of each row of the fleet: 0 where Redis has nothing yet."""
 
@@ -42,7 +42,8 @@ def fleet_row(
     before: Mapping[str, float] = MappingProxyType({}),
 ) -> Row:
     """Return the row of the whole fleet. `before` has the last row's gauges; histograms cover the time since then."""
-    values = {**snapshot.totals, **snapshot.gauges}
+    waited_for = [field for field in before if field.startswith("workers_blocked{")]  # no gauge once no worker waits
+    values = {**dict.fromkeys(waited_for, 0.0), **snapshot.totals, **snapshot.gauges}
     row: dict[str, Any] = {"kind": "fleet", "time": round(unix_s, 3), "elapsed_s": round(elapsed_s, 3)}
     row |= dict.fromkeys(_ALWAYS, 0)
     for field, told in sorted(values.items()):
@@ -53,7 +54,7 @@ def fleet_row(
         value = int(told) if metric.unit in _WHOLE or name.endswith("_total") else told
         if label == "reason":
             row[metric.column_for()] = value + row.get(metric.column_for(), 0)
-        if value or label != "reason":
+        if value or label != "reason" or field in waited_for:
             row[metric.column_for(text)] = value
     for metric in _LAGS:
         lags = lag_quantiles(metric.name, before, values, LAG_QUANTILES)

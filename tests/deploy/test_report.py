@@ -155,6 +155,12 @@ def test_few_rows_are_drawn_as_they_are() -> None:
     assert RunSeries([row(1000.0, 7.0, x=0.0)]).drawn(["x"]) == ([7.0], {"x": [0.0]})
 
 
+def test_workers_that_wait_no_longer_are_drawn_as_0() -> None:
+    waits = {"workers_blocked": 2, "workers_blocked/window": 2}
+    series = RunSeries([row(1000.0 + n, float(n), **told) for n, told in enumerate(({}, waits, {}, {}))])
+    assert series.drawn([*waits])[1] == {name: [2.0, 0.0, 0.0] for name in waits}
+
+
 def test_the_report_draws_the_rate_of_committed_steps_and_no_count_among_rates(tmp_path: Path) -> None:
     told = [(10.0, 100), (20.0, 600), (30.0, 500), (35.0, 500), (5.0, 900), (10.0, 910)]
     starts = [1000.0, 1000.0, 1000.0, 1000.0, 5000.0, 5000.0]
@@ -256,4 +262,7 @@ def test_a_row_has_only_values_that_the_broker_reports() -> None:
     assert (made["env_steps"], made["discarded_steps"], made["discarded_steps/shutdown"]) == (70, 5, 5)
     assert (made["episode_return_p25"], made["worker_time/env"], made["workers_blocked"]) == (3.0, 0.75, 3.0)
     assert (made["workers_blocked/window"], made["workers_blocked/weights"]) == (2, 1)
+    after = fleet_row(Snapshot(gauges={labelled("workers_blocked", "reason", "window"): 1.0}), {}, 105.0, 15.0, gauges)
+    assert [after[f"workers_blocked{reason}"] for reason in ("", "/window", "/weights")] == [1, 1, 0]
+    assert fleet_row(Snapshot(), {}, 110.0, 20.0)["workers_blocked"] == 0
     assert "held_bytes" not in made

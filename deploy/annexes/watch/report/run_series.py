@@ -94,6 +94,7 @@ class RunSeries:
         if row.get("kind") == "fleet":
             self._mark_changes(row, at)
             self.last = dict(row)
+            row = {**dict.fromkeys(self.names("workers_blocked"), 0), **row}  # a row without one: no worker waits
         for name, told in row.items():
             value = _number(told)
             if value is None or name in _NO_CURVES:
