@@ -130,7 +130,8 @@ def _failing(facts: Facts, kind: str, slots: Sequence[int]) -> Observation:
     so_far = f"{count:,.0f} in all, the newest {age_s:.0f} s ago{newest}"
     sentence = f"envs of {of} fail again and again{rate}: {so_far}: {told}{now}"
     firsts = [one.first_unix_s for one in facts.snapshot.errors.values() if not {*slots}.isdisjoint(one.slots)]
-    for_s = max(0.0, facts.unix_s - min(firsts)) if firsts else None
+    joined = min(number(state.get("joined_unix_s")) for state in states)  # `count` is of these lives
+    for_s = max(0.0, facts.unix_s - max(min(firsts), joined)) if firsts else None
     return observe(facts, kind, whom, sentence, for_s, command=command, slots=tuple(slots))
 
 

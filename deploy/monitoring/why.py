@@ -30,7 +30,9 @@ def why(reader: FactsReader, *, as_json: bool, stream: TextIO = sys.stdout) -> l
 def _as_text(facts: Facts, line: str, findings: list[Finding], limit: Bottleneck | None) -> str:
     lines = [line] if limit is None else [line, limit.in_words()]
     for one in findings:
-        since = "" if one.since_unix_s is None else time.strftime(" [since %H:%M:%S]", time.localtime(one.since_unix_s))
+        at = one.since_unix_s
+        day = "%Y-%m-%d " if at is not None and facts.unix_s - at > 86_400 else ""
+        since = "" if at is None else time.strftime(f" [since {day}%H:%M:%S]", time.localtime(at))
         lines += ["", f"{one.severity}: {one.sentence}{since}"]
         lines += [f"  limit: {one.limit}"] if one.limit else []
         lines += [f"  try:   {one.command or one.remedy}"] if one.command or one.remedy else []

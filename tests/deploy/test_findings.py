@@ -16,6 +16,7 @@ from headrace.deploy.monitoring.losses import losses_in_words
 from headrace.deploy.monitoring.why import _as_text
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.accounts.consumer_groups import GroupBooks, GroupRow
+from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.redis_keys import TOLD_SETTINGS
 from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
@@ -686,6 +687,20 @@ def test_one_cause_in_many_workers_is_one_finding_with_its_rate() -> None:
         state["env_failure"] += f'; its task was {{"map":"{"abcd"[slot]}"}}'
     (found,) = find(facts)
     assert found.sentence.endswith('ValueError: bad at 0.5; its task was {"map":"a"}'), "tasks are not causes"
+
+
+def test_envs_have_failed_since_their_workers_life_began_at_most_and_a_day_later_why_tells_the_date() -> None:
+    usual = {"kind": "env_exception", "env": "e", "exception": "RuntimeError", "message": "boom", "where": "a.py:1"}
+    errors = {
+        name * 16: EnvErrorRow(**usual, count=9, first_unix_s=NOW - s, last_unix_s=NOW, traceback="", slots=[0])
+        for name, s in (("a", 50), ("b", 200_000))
+    }
+    for joined_s, since_s, says in ((60, 60, r"\[since \d\d:"), (250_000, 200_000, r"\[since \d{4}-\d\d-\d\d \d\d:")):
+        fails = {**FAILS, "env_failures": 20_000, "joined_unix_s": NOW - joined_s}
+        facts = told(workers={0: fails, 1: WORKER}, errors=errors)
+        (found,) = find(facts)
+        assert found.since_unix_s == NOW - since_s
+        assert re.search(says, _as_text(facts, "", [found], None))
 
 
 def test_each_cause_is_a_finding_and_has_its_share_of_the_rate() -> None:

@@ -66,7 +66,7 @@ def _learner(learner: dict[str, Any], labelled: dict[str, Any]) -> dict[str, lis
     return {
         "connected": ["yes" if learner["is_connected"] else "no", ""],
         "epoch": [whole(learner["epoch"]), ""],
-        "since": [clock(learner["since_unix_s"]), ""],
+        "since": [moment(learner["since_unix_s"]), ""],
         "commit": [f"{span(learner['committed_age_s'])} ago", ""],
         **{f"share/{part}": [percent(value), ""] for part, value in labelled["learner_time_share"].items()},
         **{f"logged/{name}": [some(value), ""] for name, value in learner["logged"].items()},
@@ -168,8 +168,7 @@ def _finding(one: dict[str, Any]) -> list[str]:
 
 def _error(one: dict[str, Any]) -> list[str]:
     times = f"{one['exception']}, {one['count']} times"
-    first = time.localtime(one["first_unix_s"])
-    began = f"first {first.tm_mday} {time.strftime('%b %Y, %H:%M:%S', first)}"
+    began = f"first {moment(one['first_unix_s'])}"
     ended = f"last {clock(one['last_unix_s'])} ({span(one['last_age_s'])} ago)"
     slots = "workers " + ", ".join(map(str, one["slots"]))
     where = f"{one['kind']} in {one['env']}"
@@ -226,3 +225,8 @@ def span(seconds: float | None) -> str:
 
 def clock(unix_s: float | None) -> str:
     return "-" if not unix_s else time.strftime("%H:%M:%S", time.localtime(unix_s))
+
+
+def moment(unix_s: float) -> str:
+    at = time.localtime(unix_s)
+    return f"{at.tm_mday} {time.strftime('%b %Y, %H:%M:%S', at)}"

@@ -218,7 +218,7 @@ function showLearner(s) {
   showTiles($("learner"), [
     ["connected", "Connected", learner.is_connected === null ? "-" : learner.is_connected ? "yes" : "no"],
     ["epoch", "Epoch", whole(learner.epoch)],
-    ["since", "Lease since", clock(learner.since_unix_s)],
+    ["since", "Lease since", moment(learner.since_unix_s)],
     ["commit", "Last commit", isNumber(learner.committed_age_s) ? `${duration(learner.committed_age_s)} ago` : "-"],
     ...share.map(([part, value]) => [`share/${part}`, `Time: ${part}`, percent(value)]),
     ...Object.entries(learner.logged).map(([name, value]) => [`logged/${name}`, name, some(value)]),
@@ -229,7 +229,7 @@ function showRedis(s) {
   const own = s.redis.server;
   const has = (name) => own[name] !== undefined;
   showPairs($("redis"), [
-    ["Answers", s.redis.error ? `no, since ${clock(s.redis.away_since_unix_s)}` : "yes", s.redis.error],
+    ["Answers", s.redis.error ? `no, since ${moment(s.redis.away_since_unix_s)}` : "yes", s.redis.error],
     !s.redis.may_ask && ["Its health", "not known: this user may not ask (INFO)"],
     has("redis_version") && ["Version", filled([own.server_name, own.valkey_version || own.redis_version])],
     has("used_memory") && ["Memory", own.maxmemory ? `${bytes(own.used_memory)} of ${bytes(own.maxmemory)}`
