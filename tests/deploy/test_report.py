@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,19 @@ def test_the_report_draws_the_rate_of_committed_steps_and_no_count_among_rates(t
     for chart in (*PAGE_CHARTS, *REPORT_CHARTS):
         rates = {"_per_s" in line["name"] for line in chart["lines"]}
         assert rates == {"/s" in chart["unit"]}, chart["title"]
+
+
+def test_the_report_of_a_run_that_went_on_says_which_numbers_are_of_its_last_start(tmp_path: Path) -> None:
+    lines = [orjson.dumps(row(start + s, s)) for start, s in ((1000.0, 20.0), (5000.0, 10.0), (9000.0, 5.0))]
+    for starts, says in (
+        (1, r"; started "),
+        (2, r"; last started .* went on once in .*Time is of all"),
+        (3, " 2 times "),
+    ):
+        (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines[:starts], b""]))
+        files(tmp_path, summary={"state": "ended"})
+        (when,) = (words for words in reported(tmp_path)[0].texts if "this report is of" in words)
+        assert re.search(says, when)
 
 
 @pytest.mark.parametrize("rows_of_each", [3, 1000])

@@ -89,11 +89,13 @@ def report_html(facts: Mapping[str, Any], series: RunSeries) -> str:
 
 
 def _when(facts: Mapping[str, Any]) -> str:
-    parts = [f"{facts['env']}, fleet {facts['fleet_id']}", f"started {_moment(facts['started_unix_s'])}"]
+    again, started = facts["starts"] - 1, f"started {_moment(facts['started_unix_s'])}"
+    parts = [f"{facts['env']}, fleet {facts['fleet_id']}", f"last {started}" if again else started]
     if facts["ended_unix_s"]:
         parts.append(f"ended {_moment(facts['ended_unix_s'])}")
-    if facts["starts"] > 1:
-        parts.append(f"the run went on {facts['starts'] - 1} times in its folder")
+    if again:
+        parts.append(f"the run went on {'once' if again == 1 else f'{again} times'} in its folder")
+        parts.append("Time is of all starts, Env steps/s and Restarts of the last one")
     return "; ".join([*parts, f"this report is of {_moment(facts['written_unix_s'])}"]) + "."
 
 
