@@ -259,6 +259,20 @@ def test_a_worker_from_elsewhere_shows_the_usage_that_it_tells_and_an_own_one_wh
     assert {one["slot"]: (one["cpu_share"], one["rss_bytes"]) for one in found} == {0: (0.5, 5000), 9: (0.25, 1000)}
 
 
+@pytest.mark.parametrize(
+    ("state", "age_s", "nbytes"), [("running", 60.0, 5000), ("stopped", None, 0), ("gone", None, 0)]
+)
+def test_processes_that_have_ended_grow_no_older_and_have_no_memory(state: str, age_s: Any, nbytes: int) -> None:
+    usual: dict[str, Any] = {"state": state, "started_unix_s": START - 60, "rss_bytes": nbytes}
+    processes = {
+        "supervisor": ProcessState(name="supervisor", role="supervisor", pid=6, **usual),
+        "worker-0": ProcessState(name="worker-0", role="worker", slot=0, **usual),
+    }
+    found = fleet_state(Facts(START, Snapshot(fleet_id="f"), processes=processes), [], SlowFacts())
+    assert [one["age_s"] for one in found["processes"]] == [age_s, age_s]
+    assert [one["rss_bytes"] for one in found["workers"]] == [nbytes or None]
+
+
 def test_broker_learner_and_redis_from_elsewhere_have_rows_with_what_they_tell_themselves() -> None:
     gauges = {
         keys.labelled(f"process_{name}", "role", role): value

@@ -35,6 +35,7 @@ from headrace.deploy.monitoring.bottleneck import find_bottleneck
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding, find, verdict
 from headrace.deploy.monitoring.losses import loss_of
+from headrace.deploy.monitoring.processes import GONE, STOPPED
 from headrace.deploy.report.progress import STALE_S, number
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.consumer_groups import GroupRow
@@ -350,7 +351,7 @@ def _worker(
         "doing": doing,
         "silent_s": process.silent_s if process is not None else None,
         "cpu_share": slow.cpu_shares.get(f"worker-{slot}", told.get("cpu_share")),
-        "rss_bytes": process.rss_bytes if process is not None else told.get("rss_bytes"),
+        "rss_bytes": process.rss_bytes or None if process is not None else told.get("rss_bytes"),
         "ledger": books,
         "lost": books["lost"],
     }
@@ -359,7 +360,7 @@ def _worker(
 def _processes(facts: Facts, slow: SlowFacts, labelled: Document) -> Iterator[Document]:
     """Yield the supervisor's processes, and broker, learner and Redis from elsewhere with what they tell themselves."""
     for state in facts.processes.values():
-        age_s = _age_s(state.started_unix_s or None, facts.unix_s)
+        age_s = None if state.state in (STOPPED, GONE) else _age_s(state.started_unix_s or None, facts.unix_s)
         yield {**state.model_dump(mode="json"), "cpu_share": slow.cpu_shares.get(state.name), "age_s": age_s}
     shares, sizes = (dict(labelled.get(f"process_{name}", {})) for name in ("cpu_share", "rss_bytes"))
     if slow.server and "used_memory_rss" in slow.server:
