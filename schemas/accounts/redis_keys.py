@@ -137,7 +137,7 @@ LEASE = Key(
     "hash",
     "",
     "broker",
-    "unix_s (of these values), epoch (of the learner), token (its digest), since_unix_s (since when it holds it), "
+    "unix_s (of these values), epoch (of the learner), token (its digest), since_unix_s (known to this broker since), "
     "connected (1 or 0, as of unix_s: once `gauges` have expired, no broker knows), committed_unix_s (when it last "
     "committed), heard_unix_s (when the broker last heard of it), waiting (1 while its user waits for a batch and none "
     "is on its way, else 0), and what the learner tells of itself: host, pid, program (its script, or "

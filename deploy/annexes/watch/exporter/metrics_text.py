@@ -48,7 +48,7 @@ _BROKER_UP = ("broker_up", "1 while a broker of this fleet reports to Redis")
 _ENDED = ("ended", "1 once this fleet has ended in order, and until it is started again")
 _OF_LEASE = {
     "connected": ("learner_connected", "1 while the learner that holds the lease is connected"),
-    "since_unix_s": ("learner_lease_timestamp_seconds", "seconds: unix time at which this learner got the lease"),
+    "since_unix_s": ("learner_lease_timestamp_seconds", "seconds: unix time since which the broker knows it"),
     "committed_unix_s": ("learner_committed_timestamp_seconds", "seconds: unix time of the learner's last commit"),
 }
 _QUEUED = ("queued_agent_steps", "agent steps: taken and neither committed nor dropped nor discarded")

@@ -218,7 +218,7 @@ function showLearner(s) {
   showTiles($("learner"), [
     ["connected", "Connected", learner.is_connected === null ? "-" : learner.is_connected ? "yes" : "no"],
     ["epoch", "Epoch", whole(learner.epoch)],
-    ["since", "Lease since", moment(learner.since_unix_s)],
+    ["since", "Known since", moment(learner.since_unix_s)],
     ["commit", "Last commit", isNumber(learner.committed_age_s) ? `${duration(learner.committed_age_s)} ago` : "-"],
     ...share.map(([part, value]) => [`share/${part}`, `Time: ${part}`, percent(value)]),
     ...Object.entries(learner.logged).map(([name, value]) => [`logged/${name}`, name, some(value)]),
