@@ -84,7 +84,9 @@ def losing_groups(facts: Facts) -> Iterator[Observation]:
             of_all = state.lost_steps / max(1, state.committed[0] + state.lost_steps + state.lag_steps)
             why = "its reader is slower than the workers" if state.connected else "no reader of it is connected"
             sentence = f"consumer group {name} has lost {state.lost_steps:,} agent steps, {100 * of_all:.2g} %: {why}"
-            yield observe(facts, "group_loses", f"group {name}", sentence, command=_removal(facts, name, state))
+            limit = "broker.max_held_batches" if facts.setting("broker.max_held_batches") else ""
+            command = _removal(facts, name, state)
+            yield observe(facts, "group_loses", f"group {name}", sentence, command=command, limit=limit)
 
 
 def failing_envs(facts: Facts) -> Iterator[Observation]:

@@ -442,6 +442,13 @@ def test_redis_alone_gives_the_same_finding_with_the_same_limit(case: str) -> No
     assert ("=" in elsewhere.limit) == (here.limit.partition(" = ")[0] in TOLD_SETTINGS and "=" in here.limit)
 
 
+def test_a_group_that_loses_batches_names_a_bound_on_batches_where_there_is_one() -> None:
+    facts, _, _, _ = WRONG["a group that loses batches"]
+    for bound, limit in ((None, "broker.max_held_bytes = 1073741824"), (20, "broker.max_held_batches = 20")):
+        (found,) = find(replace(facts, config=FleetConfig(broker=BrokerSection(max_held_batches=bound))))
+        assert found.limit == limit
+
+
 def test_a_run_directory_tells_since_when_redis_is_away() -> None:
     away = healthy(snapshot=EMPTY, redis_error="refused", redis_away_unix_s=NOW - 70.0)
     assert [one.since_unix_s for one in find(away) if one.kind == "redis_away"] == [NOW - 70.0]
