@@ -69,6 +69,13 @@ def test_a_long_verdict_is_shown_whole_on_a_narrow_screen() -> None:
     assert " ".join(lines[1:3]) == verdict
 
 
+def test_a_finding_shows_its_command_or_else_what_helps() -> None:
+    for command, helps in (("kill -CONT 71", "kill -CONT 71"), ("", "Look at it.")):
+        found = finding_facts(Finding("x", "error", "worker-1", "It waits", None, "", command, (), "Look at it."))
+        lines = text_of(screen({**crowd(2), "findings": [found]}, CURVES, 80, 24)).splitlines()
+        assert next(line.strip() for line in lines[lines.index("! It waits") + 1 :]) == helps
+
+
 def finding_facts(finding: Finding) -> dict[str, Any]:
     found: dict[str, Any] = document({}, finding)["findings"][0]
     return found

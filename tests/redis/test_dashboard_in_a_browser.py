@@ -250,7 +250,7 @@ def _shows_findings(texts: Texts, verdict: str) -> None:
     assert (severity, cause) == ("Error", "waiting for worker-0 (pid 4321), which is stopped")
     assert re.fullmatch(r"for 12 s, since \d\d:\d\d:\d\d; limit: broker\.lease_s = \d+", since)
     assert command == "kill -CONT 4321"
-    assert re.match(r"for 1 min \d+ s, since ", findings["window_full"][2])
+    assert re.match(r"for 1 min \d+ s, since .*; try: Commit, or enlarge the window.", findings["window_full"][2])
     assert EVIL in findings["envs_failing"][1]
     assert texts["peers"]["worker-3"][0] == "1 of 2"
     assert "late" in verdict

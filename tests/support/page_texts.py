@@ -163,7 +163,8 @@ def _ledger(books: dict[str, Any]) -> dict[str, list[str]]:
 def _finding(one: dict[str, Any]) -> list[str]:
     since = f"for {span(one['for_s'])}, since {clock(one['since_unix_s'])}" if one["since_unix_s"] else ""
     limit = f"limit: {one['limit']}" if one["limit"] else ""
-    return [one["severity"].title(), one["sentence"], joined(since, limit), one["command"]]
+    helps = "" if one["command"] else f"try: {one['remedy']}"
+    return [one["severity"].title(), one["sentence"], joined(since, limit, helps), one["command"]]
 
 
 def _error(one: dict[str, Any]) -> list[str]:

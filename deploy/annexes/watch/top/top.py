@@ -149,8 +149,8 @@ def _findings(document: Document, most: int) -> Iterator[Text]:
     findings = document["findings"]
     for one in findings[:most]:
         yield _finding(one)
-        if one["command"]:
-            yield Text(f"    {_line(one['command'])}", style="cyan")
+        if helps := one["command"] or one["remedy"]:
+            yield Text(f"    {_line(helps)}", style="cyan")
     if len(findings) > most:
         yield Text(f"  and {len(findings) - most} more: headrace why", style="dim")
 

@@ -38,7 +38,7 @@ function showFindings(list) {
     say(first.children[1], one.sentence);
     say(second, filled([
       isNumber(one.since_unix_s) && `for ${duration(one.for_s)}, since ${clock(one.since_unix_s)}`,
-      one.limit && `limit: ${one.limit}`]));
+      one.limit && `limit: ${one.limit}`, !one.command && one.remedy && `try: ${one.remedy}`]));
     second.hidden = !second.textContent;
     run.hidden = !one.command;
     say(run.children[0], one.command);
