@@ -263,7 +263,9 @@ def test_a_start_is_not_repeated_in_another_session(server: Served) -> None:
     with PolicyClient(server.endpoint, timeout_s=TIMEOUT_S) as client:
         with unanswered(taken=True):
             client.start_episode()
-        server.dispatcher.post(lambda sessions, now: sessions.close())
+        closed = threading.Event()
+        server.dispatcher.post(lambda sessions, now: (sessions.close(), closed.set()))
+        assert closed.wait(TIMEOUT_S)
         client.end_episode(client.start_episode(), [0, 0])
     assert [episode.end for episode in server.episodes.episodes.values()] == ["client_left", "terminated"]
 
