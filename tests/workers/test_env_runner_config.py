@@ -7,6 +7,8 @@ import pydoc
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -190,6 +192,59 @@ def test_class_that_takes_keywords_gets_the_config_items() -> None:
 
     with runner(Keywords, env_config={"size": 6}) as sampler:
         assert len(sampler.sample(num_episodes=1)[0]) == 6
+
+
+class Needs(Counting):
+    """An env that needs a value of env_config by its name."""
+
+    def __init__(self, length: int, wide: int = 1) -> None:
+        super().__init__({"length": length})
+
+
+@dataclass(eq=False)
+class Fields(Counting):
+    length: int  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        super().__init__({"length": self.length})
+
+
+class Factory:
+    def __call__(self, length: int) -> Counting:
+        return Needs(length)
+
+
+def _optional(wide: int = 1, length: int = 1) -> Counting:
+    return Needs(length, wide)
+
+
+@pytest.mark.parametrize("given", [{}, {"num_envs": 2, "gym_env_vectorize_mode": "sync"}], ids=["inline", "vector"])
+@pytest.mark.parametrize(
+    "env",
+    [Needs, Fields, Factory(), _optional, lambda length: Needs(length), partial(Needs, wide=2), f"{__name__}:Needs"]
+    + ["needs a length"],
+)
+def test_arguments_that_bear_names_of_env_config_get_its_values(env: Any, given: dict[str, Any]) -> None:
+    register_env("needs a length", Needs)
+    with runner(env, env_config={"length": 3}, **given) as sampler:
+        assert {len(chunk) for chunk in sampler.sample(num_episodes=2) if not chunk.t_start} == {3}
+
+
+@pytest.mark.parametrize("mode", [None, "sync"])
+def test_each_env_has_its_own_deep_copy_of_env_config(mode: Any) -> None:
+    sizes: list[int] = []
+    given: dict[str, Any] = {"maps": [], "deep": {"maps": []}}
+
+    def create(context: EnvContext) -> Counting:
+        for maps in (context["maps"], context["deep"]["maps"]):
+            maps.append("own")
+            sizes.append(len(maps))
+        return Counting({})
+
+    with runner(create, env_config=given, num_envs=2, gym_env_vectorize_mode=mode) as sampler:
+        sampler.make_env()
+    assert {*sizes} == {1}
+    assert given["maps"] == []
 
 
 @pytest.mark.parametrize("env", ["NoSuchEnv-v0", "nowhere:NoSuchEnv-v0", "nowhere:make_env", "support.envs.toy:absent"])

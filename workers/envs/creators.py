@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -60,7 +60,7 @@ def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
     if not isinstance(env, str):
         return _of_callable(env)
     if env in _registered:
-        return _registered[env]
+        return _of_callable(_registered[env])
     module, colon, attribute = env.partition(":")
     if colon and all(part.isidentifier() for part in attribute.split(".")):
         return _of_callable(_import(env, module, attribute))
@@ -153,21 +153,24 @@ def _of_callable(target: Callable[..., Any]) -> EnvCreator:
 
     So a config can name PettingZoo's `env(**kwargs)` directly.
     """
-    takes_context = _takes_context(target) if inspect.isclass(target) else _takes_an_argument(target)
-    return target if takes_context else lambda context: target(**context)
-
-
-def _takes_an_argument(function: Callable[..., Any]) -> bool:
-    """Return whether the function takes a positional argument, as far as its signature tells."""
     try:
-        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+        parameters = [*inspect.signature(target).parameters.values()]
     except ValueError:  # some functions written in C have no signature
-        return True
-    by_name = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
-    return not kinds <= by_name
+        return target
+    is_class = inspect.isclass(target)
+    return lambda context: target(context) if _takes_context(parameters, is_class, context) else target(**context)
 
 
-def _takes_context(cls: type) -> bool:
-    parameters = inspect.signature(cls).parameters.values()
+def _takes_context(parameters: Sequence[inspect.Parameter], is_class: bool, env_config: Mapping[str, Any]) -> bool:
+    """Return whether the first argument of a class or function is for the context, as far as its signature tells.
+
+    It is not where keys of `env_config` name arguments that must be given, or any argument if the first is optional.
+    """
     first = next((p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None)
-    return first is not None and (first.name in _CONTEXT_NAMES or first.default is first.empty)
+    if first is None:
+        return not is_class and any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if first.name in _CONTEXT_NAMES:
+        return True
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    wanted = {p.name for p in by_name if p.default is p.empty or first.default is not first.empty}
+    return not wanted & env_config.keys() and (not is_class or first.default is first.empty)
