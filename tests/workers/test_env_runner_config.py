@@ -221,8 +221,16 @@ def _optional(wide: int = 1, length: int = 1) -> Counting:
 @pytest.mark.parametrize("given", [{}, {"num_envs": 2, "gym_env_vectorize_mode": "sync"}], ids=["inline", "vector"])
 @pytest.mark.parametrize(
     "env",
-    [Needs, Fields, Factory(), _optional, lambda length: Needs(length), partial(Needs, wide=2), f"{__name__}:Needs"]
-    + ["needs a length"],
+    [
+        Needs,
+        Fields,
+        Factory(),
+        _optional,
+        lambda length: Needs(length),
+        partial(Needs, wide=2),
+        f"{__name__}:Needs",
+        "needs a length",
+    ],
 )
 def test_arguments_that_bear_names_of_env_config_get_its_values(env: Any, given: dict[str, Any]) -> None:
     register_env("needs a length", Needs)

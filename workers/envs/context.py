@@ -10,7 +10,9 @@ from headrace.workers.envs.ownership import EnvLife
 
 
 class EnvContext(dict[str, Any]):
-    """A deep copy of the user's `env_config`, with attributes that say which env is built, so that each has its own port.
+    """A deep copy of the user's `env_config`, with attributes that say which env is built.
+
+    So each env can have its own port or map.
 
     `vector_index` is the env's place in its runner, from 0. `num_envs` is the runner's number of envs; a creator of a
     whole vector makes one of that size. `recreated`: the env replaces a failed one. `seed` is for envs that are seeded

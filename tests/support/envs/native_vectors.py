@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -83,9 +83,9 @@ class InTensors(gym.vector.VectorWrapper):
 
 
 class CountsInTensors(gym.vector.VectorEnv):
-    """Lane i has episodes of i + 2 steps, and observes the step, from 1 on. A reset fills its own rows, others by NaN."""
+    """Lane i has episodes of i + 2 steps, and observes the step, from 1 on. Rows that are not reset are NaN."""
 
-    metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.DISABLED}
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.DISABLED}
 
     def __init__(self, num_envs: int, xp: Any = torch) -> None:
         self.num_envs, self.xp = num_envs, xp
