@@ -172,9 +172,17 @@ def test_gymnasium_ids_are_made_without_gymnasiums_checker() -> None:
         assert gym.wrappers.PassiveEnvChecker not in kinds
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", "gymnasium.envs.classic_control.cartpole:CartPoleEnv"])
-def test_env_by_id_or_import_path(env: str) -> None:
-    with runner(env) as sampler:
+@pytest.mark.parametrize("mode", [None, "sync", "vector_entry_point"])
+@pytest.mark.parametrize("env", ["CartPole-v1", "CartPole", "gymnasium:CartPole", "gymnasium:CartPole-v1"])
+def test_an_id_is_taken_as_gymnasium_takes_it_also_without_a_version(env: str, mode: Any) -> None:
+    with runner(env, gym_env_vectorize_mode=mode) as sampler:
+        assert sampler.spaces.action.model_dump()["n"] == 2
+    with pytest.raises(UnknownEnvError, match="CartPole"):
+        runner(f"{env.removesuffix('-v1')}-v99", gym_env_vectorize_mode=mode)
+
+
+def test_env_by_import_path() -> None:
+    with runner("gymnasium.envs.classic_control.cartpole:CartPoleEnv") as sampler:
         assert sampler.spaces.action.model_dump()["n"] == 2
 
 

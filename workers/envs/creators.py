@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import ENV_ID_RE, EnvSpec, find_highest_version
 
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import (
@@ -63,7 +63,11 @@ def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
         return _of_callable(_registered[env])
     module, colon, attribute = env.partition(":")
     if colon and all(part.isidentifier() for part in attribute.split(".")):
-        return _of_callable(_import(env, module, attribute))
+        try:
+            return _of_callable(_import(env, module, attribute))
+        except UnknownEnvError:
+            if _newest(attribute) is None:
+                raise
     spec = gym_spec(env)
     # Headrace checks all envs of a poll at once, which makes gymnasium's own checker a second cost.
     return lambda context: gym.make(spec, disable_env_checker=True, **context)
@@ -122,10 +126,19 @@ def gym_spec(env_id: str) -> EnvSpec:
     try:
         if colon:
             import_module(module)
-        return gym.spec(own_id if colon else env_id)
+        return _newest(own_id if colon else env_id) or gym.spec(own_id if colon else env_id)
     except (gym.error.Error, ImportError, ValueError) as error:
         where = _where_to_look(error, module, own_id) if colon else ""
         raise UnknownEnvError(env_id, f"{error}{_hint(env_id)}{where}") from error
+
+
+def _newest(own_id: str) -> EnvSpec | None:
+    """Return the spec of a registered id, of the latest version if the id names none, as `gymnasium.make` does."""
+    if own_id in gym.registry:
+        return gym.registry[own_id]
+    match = ENV_ID_RE.fullmatch(own_id)
+    newest = find_highest_version(match["namespace"], match["name"]) if match and not match["version"] else None
+    return None if newest is None else gym.registry[f"{own_id}-v{newest}"]
 
 
 def _hint(env_id: str) -> str:
