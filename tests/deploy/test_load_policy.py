@@ -104,7 +104,8 @@ def test_a_users_own_learner_saves_a_policy_that_load_policy_reads(tmp_path: Pat
     spaces = {"shared": (game.observation_space, game.action_space)}
     policy = load_policy(tmp_path, settings={"sampling.policies": {"shared": {}}}, spaces=spaces)
     assert policy.act(SEEN).tolist() == [best_action(module, seen) for seen in SEEN], "the only policy needs no name"
-    save_policy(str(tmp_path), module.state_dict(), epoch=3)
+    save_policy(str(tmp_path), module.state_dict(), epoch=3, steps=640)
+    assert load_policy(tmp_path).source.endswith("(learner epoch 3, 640 steps)"), "updates are not told"
     with pytest.raises(FencedError, match="was written by learner epoch 3"):
         save_policy(tmp_path, module.state_dict(), epoch=2)
     with pytest.raises(EncodeError, match="cannot be published or saved"):

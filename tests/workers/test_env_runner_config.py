@@ -7,6 +7,8 @@ import pydoc
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -170,9 +172,17 @@ def test_gymnasium_ids_are_made_without_gymnasiums_checker() -> None:
         assert gym.wrappers.PassiveEnvChecker not in kinds
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", "gymnasium.envs.classic_control.cartpole:CartPoleEnv"])
-def test_env_by_id_or_import_path(env: str) -> None:
-    with runner(env) as sampler:
+@pytest.mark.parametrize("mode", [None, "sync", "vector_entry_point"])
+@pytest.mark.parametrize("env", ["CartPole-v1", "CartPole", "gymnasium:CartPole", "gymnasium:CartPole-v1"])
+def test_an_id_is_taken_as_gymnasium_takes_it_also_without_a_version(env: str, mode: Any) -> None:
+    with runner(env, gym_env_vectorize_mode=mode) as sampler:
+        assert sampler.spaces.action.model_dump()["n"] == 2
+    with pytest.raises(UnknownEnvError, match="CartPole"):
+        runner(f"{env.removesuffix('-v1')}-v99", gym_env_vectorize_mode=mode)
+
+
+def test_env_by_import_path() -> None:
+    with runner("gymnasium.envs.classic_control.cartpole:CartPoleEnv") as sampler:
         assert sampler.spaces.action.model_dump()["n"] == 2
 
 
@@ -190,6 +200,67 @@ def test_class_that_takes_keywords_gets_the_config_items() -> None:
 
     with runner(Keywords, env_config={"size": 6}) as sampler:
         assert len(sampler.sample(num_episodes=1)[0]) == 6
+
+
+class Needs(Counting):
+    """An env that needs a value of env_config by its name."""
+
+    def __init__(self, length: int, wide: int = 1) -> None:
+        super().__init__({"length": length})
+
+
+@dataclass(eq=False)
+class Fields(Counting):
+    length: int  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        super().__init__({"length": self.length})
+
+
+class Factory:
+    def __call__(self, length: int) -> Counting:
+        return Needs(length)
+
+
+def _optional(wide: int = 1, length: int = 1) -> Counting:
+    return Needs(length, wide)
+
+
+@pytest.mark.parametrize("given", [{}, {"num_envs": 2, "gym_env_vectorize_mode": "sync"}], ids=["inline", "vector"])
+@pytest.mark.parametrize(
+    "env",
+    [
+        Needs,
+        Fields,
+        Factory(),
+        _optional,
+        lambda length: Needs(length),
+        partial(Needs, wide=2),
+        f"{__name__}:Needs",
+        "needs a length",
+    ],
+)
+def test_arguments_that_bear_names_of_env_config_get_its_values(env: Any, given: dict[str, Any]) -> None:
+    register_env("needs a length", Needs)
+    with runner(env, env_config={"length": 3}, **given) as sampler:
+        assert {len(chunk) for chunk in sampler.sample(num_episodes=2) if not chunk.t_start} == {3}
+
+
+@pytest.mark.parametrize("mode", [None, "sync"])
+def test_each_env_has_its_own_deep_copy_of_env_config(mode: Any) -> None:
+    sizes: list[int] = []
+    given: dict[str, Any] = {"maps": [], "deep": {"maps": []}}
+
+    def create(context: EnvContext) -> Counting:
+        for maps in (context["maps"], context["deep"]["maps"]):
+            maps.append("own")
+            sizes.append(len(maps))
+        return Counting({})
+
+    with runner(create, env_config=given, num_envs=2, gym_env_vectorize_mode=mode) as sampler:
+        sampler.make_env()
+    assert {*sizes} == {1}
+    assert given["maps"] == []
 
 
 @pytest.mark.parametrize("env", ["NoSuchEnv-v0", "nowhere:NoSuchEnv-v0", "nowhere:make_env", "support.envs.toy:absent"])

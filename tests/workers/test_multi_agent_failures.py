@@ -131,8 +131,8 @@ BAD = {
     "flag": (_change(2, "a0", "yes"), "terminated and truncated should be bools"),
     "no word of all": (lambda answer: (*answer[:2], {"a0": False}, *answer[3:]), "__all__"),
     "info": (_change(4, "a0", 3), "info should be a dict"),
-    "of one that is done": (_change(0, "a2", np.zeros(3, np.float32)), "which is done"),
-    "reward of one that is done": (_change(1, "a2", 1.0), "which is done"),
+    "of one that is done": (_change(0, "a2", np.zeros(3, np.float32)), "observations should be of live agents only"),
+    "reward of one that is done": (_change(1, "a2", 1.0), "rewards should be of live agents only, got 1.0"),
 }
 
 

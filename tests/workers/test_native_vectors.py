@@ -19,7 +19,7 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
 from headrace.workers import EnvContext, EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.connectors import ClipActions, MeanStd
-from support.envs.native_vectors import EVERY_KIND, Telling, lives, vector_of
+from support.envs.native_vectors import EVERY_KIND, CountsInTensors, InTensors, Telling, lives, vector_of
 from support.envs.toy import Counting, Walk, check_books, runner
 
 UNEQUAL = {"lengths": {0: 3, 1: 5, 2: 4}}
@@ -120,6 +120,29 @@ def test_a_vector_gives_the_nested_observations_and_infos_of_separate_envs(kind:
                 assert (ours.obs["place"][0] == index).all()
     with runner(vector_of(Telling, kind, mode), infos="none", **settings) as sampler:
         assert not sampler.sample_fragment().infos
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("env", [Counting, Telling])
+def test_a_vector_of_tensors_gives_the_chunks_of_one_of_arrays(env: Any, kind: str, mode: AutoresetMode) -> None:
+    arrays, settings = vector_of(env, kind, mode), {"num_envs": 2, "rollout_fragment_length": 9}
+    with runner(arrays, **settings) as plain, runner(lambda c: InTensors(arrays(c)), **settings) as sampler:
+        for _ in range(3):
+            for one, other in zip(sampler.sample_fragment(), plain.sample_fragment(), strict=True):
+                assert one.infos == other.infos
+                assert one.end == other.end
+                assert all(one.columns[name].tobytes() == other.columns[name].tobytes() for name in other.columns)
+
+
+@pytest.mark.parametrize("xp", [torch, np])
+def test_a_partial_reset_leaves_the_rows_of_other_lanes_as_they_are(xp: Any) -> None:
+    with runner(lambda context: CountsInTensors(context.num_envs, xp), num_envs=3) as sampler:
+        chunks = [chunk for _ in range(3) for chunk in sampler.sample(num_timesteps=30)]
+    assert len(chunks) > 20
+    for chunk in chunks:
+        assert chunk.obs[:, 0].tolist() == [*range(chunk.t_start + 1, chunk.t_start + len(chunk) + 2)]
+        assert [entry["t"] for entry in chunk.infos] == chunk.obs[:, 0].tolist()[len(chunk.obs) - len(chunk.infos) :]
 
 
 def test_statistics_of_a_vector_wrapper_are_infos_of_the_right_env() -> None:

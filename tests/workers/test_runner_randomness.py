@@ -13,6 +13,7 @@ import torch
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers import EnvContext
 from headrace.workers.envs.actions import RandomActions
+from headrace.workers.envs.bounds import ActionBounds
 from headrace.workers.envs.spaces import convert
 from headrace.workers.randomness.seeds import EnvSeeds, NoiseBlocks, SeedTree
 from support.envs.toy import Counting, Walk, runner
@@ -125,6 +126,54 @@ def test_random_actions_lie_in_their_space_and_reach_all_of_it(space: gym.Space[
         if leaf.dtype.kind in "iu" and leaf.dtype != np.uint8:
             values, counts = np.unique(leaf[:, ...].reshape(4000, -1)[:, 0], return_counts=True)
             assert counts.min() > 0.8 * 4000 / len(values)
+
+
+def _edges() -> list[gym.Space[Any]]:
+    spaces: list[gym.Space[Any]] = [gym.spaces.Box(0, 1, (2,), np.bool_), gym.spaces.MultiBinary(2)]
+    for dtype in (np.int8, np.uint8, np.int16, np.int32, np.int64, np.uint64):
+        whole = np.iinfo(dtype)
+        spaces += [gym.spaces.Box(whole.min, whole.max, (2,), dtype), gym.spaces.Box(0, whole.max, (2,), dtype)]
+    for dtype in (np.float16, np.float32, np.float64):
+        most = np.finfo(dtype).max
+        pairs = [(-most, most), (0.0, most), (most / 4 * 3, np.inf), (-np.inf, 0.0), (-np.inf, np.inf)]
+        spaces += [gym.spaces.Box(low, high, (2,), dtype) for low, high in pairs]
+    return [*spaces, gym.spaces.MultiDiscrete([3, 2], start=[-4, 7])]
+
+
+@pytest.mark.parametrize("space", _edges(), ids=str)
+@pytest.mark.parametrize("way", ["policy", "best", "random"])
+def test_actions_at_the_edge_of_a_dtype_lie_in_their_space(space: gym.Space[Any], way: str) -> None:
+    seen: list[Any] = []
+
+    class Keeping(Counting):
+        action_space = space
+
+        def step(self, action: Any) -> Any:
+            assert action.dtype == space.dtype
+            assert self.action_space.contains(action), action
+            seen.append(action.copy())
+            return super().step(action)
+
+    how = {"policy": {}, "best": {"explore": False}, "random": {"random_actions": True}}[way]
+    # Deviations above 2 take many actions of the policy to both bounds.
+    given = {"module_config": {"log_std": 1.0}} if isinstance(space, gym.spaces.Box) else {}
+    with runner(Keeping, restart_failed_sub_environments=False, **given) as sampler:
+        sampler.sample(num_timesteps=60, **how)
+    actions = np.array(seen, np.float64)
+    assert np.isfinite(actions).all()
+    corner = isinstance(space, gym.spaces.Box) and bool((~space.bounded_above | ~space.bounded_below).any())
+    assert way == "best" or corner or (actions.min(0) < actions.max(0)).all()
+
+
+def test_the_best_action_in_torch_is_the_one_in_numpy_at_the_edge_of_a_dtype() -> None:
+    for space in _edges():
+        if isinstance(space, gym.spaces.Box):
+            leaf: Any = convert(space, "")
+            bounds, actions = ActionBounds(leaf), np.array([[-9.0, 0.0], [0.375, 9.0]])
+            if leaf.dtype != "<u8" or hasattr(torch, "uint64"):
+                expected = bounds.clip(bounds.unsquash(actions))
+                given = bounds.torch_clip(bounds.torch_unsquash(torch.from_numpy(actions)))
+                assert given.numpy().tolist() == expected.tolist() == bounds.to_env(actions).tolist(), space
 
 
 def test_each_env_creator_gets_its_own_seed_derived_from_the_runs_seed() -> None:

@@ -139,7 +139,7 @@ def _read_observations(
             if ends[agent] is ChunkEnd.ONGOING:  # otherwise it is done before its first action
                 report.newcomers.append((agent, observation))
         elif seat.done:
-            raise EnvContractError("observations", f"one of agent {agent!r}, which is done", "of agents that are not")
+            raise EnvContractError("observations", f"one of agent {agent!r}, which is done", "of live agents only")
         else:
             report.observed.append(seat)
             report.observations.append(observation)
@@ -153,7 +153,9 @@ def _read_rewards(report: LaneReport, rewards: AgentDict, known: Collection[Any]
         if seat is None or not seat.done:
             report.rewards.append((agent, reward))
         elif not _is_zero(reward):  # some envs always fill their dicts with zeros
-            raise EnvContractError("rewards", f"{brief(reward, 40)} of agent {agent!r}, which is done", "of others")
+            raise EnvContractError(
+                "rewards", f"{brief(reward, 40)} of agent {agent!r}, which is done", "of live agents only"
+            )
 
 
 def _read_seat(report: LaneReport, seat: Seat, end: ChunkEnd, observed: bool, missing_final: MissingFinal) -> None:

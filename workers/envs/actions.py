@@ -17,7 +17,6 @@ from headrace.schemas.chunks.spaces import (
     MultiDiscrete,
     Space,
     Tuple,
-    box_bounds,
     column_dtype,
     leaf_shape,
     leaf_size,
@@ -25,7 +24,7 @@ from headrace.schemas.chunks.spaces import (
     leaves,
 )
 from headrace.schemas.errors import EnvContractError
-from headrace.workers.envs.bounds import holds, whole_array
+from headrace.workers.envs.bounds import castable_bounds, holds, whole_array
 
 
 def write_actions(
@@ -117,15 +116,21 @@ def _spread(leaf: Leaf, numbers: NDArray[np.float64]) -> NDArray[Any]:
 
 
 def _spread_box(leaf: Box, numbers: NDArray[np.float64]) -> NDArray[Any]:
-    low, high = box_bounds(leaf)
+    low, high = castable_bounds(leaf)
     below, above = np.isfinite(low), np.isfinite(high)
     floor, ceiling = np.where(below, low, 0.0), np.where(above, high, 0.0)
-    if column_dtype(leaf).kind in "iu":
+    dtype = column_dtype(leaf)
+    if dtype.kind in "iub":
         drawn: NDArray[np.float64] = np.floor(floor + numbers * (ceiling - floor + 1.0))
         return np.minimum(drawn, ceiling)
     exponential = -np.log1p(-numbers)
     one_sided = np.where(below, floor + exponential, np.where(above, ceiling - exponential, _normal(numbers)))
-    spread: NDArray[np.float64] = np.where(below & above, floor + numbers * (ceiling - floor), one_sided)
+    half_range = ceiling / 2 - floor / 2
+    wide = half_range > np.finfo(np.float64).max / 2  # twice of it is infinite
+    between = floor + numbers * (2 * np.where(wide, 0.0, half_range))
+    between = np.where(wide, floor * (1 - numbers) + ceiling * numbers, between)
+    most = np.finfo(dtype).max
+    spread: NDArray[np.float64] = np.clip(np.where(below & above, between, one_sided), -most, most)
     return spread
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # processes of envs import this file too, and start faster wi
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Largest magnitude of a reward. A larger one is infinite in most learners, and sums of such rewards are useless."""
 _SQUARE = LARGEST_REWARD**2
+_WIDE = float(np.finfo(np.float64).max) / 2**32
+"""Half range of a Box above which its product with an action may be infinite."""
 _FEW = 32
 """Up to this number of choices, a set is faster than a comparison of arrays: 0.5 us for 8 of them, and not 1.6 us."""
 _NOWHERE = np.empty(0, np.intp)
@@ -62,6 +64,18 @@ def leaf_bounds(leaf: Leaf) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
         low, high = np.full(shape, start), np.full(shape, start + n - 1)
     whole = (np.iinfo(dtype).min, np.iinfo(dtype).max) if dtype.kind in "iu" else (-np.inf, np.inf)
     return (None if (low <= whole[0]).all() else low), (None if (high >= whole[1]).all() else high)
+
+
+def castable_bounds(leaf: Box) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return `box_bounds`, none above what a cast to the leaf's dtype keeps: 2**63 would become the least int64."""
+    low, high = box_bounds(leaf)
+    dtype = column_dtype(leaf)
+    if dtype.kind not in "iu":
+        return low, high
+    most = float(np.iinfo(dtype).max)
+    if most > np.iinfo(dtype).max:  # rounded up, as those of 64 bits
+        most = math.nextafter(most, 0.0)
+    return np.minimum(low, most), np.minimum(high, most)
 
 
 def blank_columns(space: Space, root: str, rows: int) -> dict[str, NDArray[Any]]:
@@ -163,16 +177,21 @@ class ActionBounds:
 
     def __init__(self, leaf: Box) -> None:
         self.dtype = column_dtype(leaf)
-        self.whole = self.dtype.kind in "iu"
-        """True if the env takes integers."""
-        self._low, self._high = box_bounds(leaf)
+        self.whole = self.dtype.kind in "iub"
+        """True if the env takes integers, or True and False."""
+        self._low, self._high = castable_bounds(leaf)
         bounded = np.isfinite(self._low) & np.isfinite(self._high)
         low, high = np.where(bounded, self._low, -1.0), np.where(bounded, self._high, 1.0)
-        self._centre, self._half_range = (low + high) / 2, (high - low) / 2
+        self._centre, self._half_range = low / 2 + high / 2, high / 2 - low / 2  # a sum of large bounds is infinite
+        self._reach = np.where(self._half_range > _WIDE, 1.0, np.inf)
+        """Largest action that is mapped: beyond it, the product with the half range could be infinite."""
+        self._is_wide = bool(np.isfinite(self._reach).any())
         self._rows = _rows(self.dtype, self._centre, self._half_range, self._low, self._high)
 
     def unsquash(self, actions: NDArray[Any]) -> NDArray[np.float64]:
         """Map from [-1, 1] to the bounds where both are finite. Leave other elements and values outside as they are."""
+        if self._is_wide:
+            actions = np.clip(actions, -self._reach, self._reach)
         mapped: NDArray[np.float64] = self._centre + actions * self._half_range
         return mapped
 
@@ -189,6 +208,8 @@ class ActionBounds:
 
     def to_env(self, actions: NDArray[Any]) -> NDArray[Any]:
         """Return what `clip` makes of `unsquash`, to the bit, for actions (rows, *shape). It is faster for few rows."""
+        if self._is_wide:
+            return self.clip(self.unsquash(actions))
         centre, half_range, low, high = self._rows
         mapped: NDArray[Any] = actions + centre if half_range is None else centre + actions * half_range
         if self.whole:

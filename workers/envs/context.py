@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 from headrace.workers.envs.ownership import EnvLife
 
 
 class EnvContext(dict[str, Any]):
-    """The user's `env_config`, with attributes that say which env is built, so that each can have its own port or map.
+    """A deep copy of the user's `env_config`, with attributes that say which env is built.
+
+    So each env can have its own port or map.
 
     `vector_index` is the env's place in its runner, from 0. `num_envs` is the runner's number of envs; a creator of a
     whole vector makes one of that size. `recreated`: the env replaces a failed one. `seed` is for envs that are seeded
@@ -28,7 +31,7 @@ class EnvContext(dict[str, Any]):
         recreated: bool = False,
         seed: int | None = None,
     ) -> None:
-        super().__init__(env_config)
+        super().__init__(deepcopy(dict(env_config)))
         self.worker_index = worker_index
         self.num_workers = num_workers
         self.vector_index = vector_index

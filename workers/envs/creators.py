@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import ENV_ID_RE, EnvSpec, find_highest_version
 
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import (
@@ -60,10 +60,14 @@ def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
     if not isinstance(env, str):
         return _of_callable(env)
     if env in _registered:
-        return _registered[env]
+        return _of_callable(_registered[env])
     module, colon, attribute = env.partition(":")
     if colon and all(part.isidentifier() for part in attribute.split(".")):
-        return _of_callable(_import(env, module, attribute))
+        try:
+            return _of_callable(_import(env, module, attribute))
+        except UnknownEnvError:
+            if _newest(attribute) is None:
+                raise
     spec = gym_spec(env)
     # Headrace checks all envs of a poll at once, which makes gymnasium's own checker a second cost.
     return lambda context: gym.make(spec, disable_env_checker=True, **context)
@@ -122,10 +126,19 @@ def gym_spec(env_id: str) -> EnvSpec:
     try:
         if colon:
             import_module(module)
-        return gym.spec(own_id if colon else env_id)
+        return _newest(own_id if colon else env_id) or gym.spec(own_id if colon else env_id)
     except (gym.error.Error, ImportError, ValueError) as error:
         where = _where_to_look(error, module, own_id) if colon else ""
         raise UnknownEnvError(env_id, f"{error}{_hint(env_id)}{where}") from error
+
+
+def _newest(own_id: str) -> EnvSpec | None:
+    """Return the spec of a registered id, of the latest version if the id names none, as `gymnasium.make` does."""
+    if own_id in gym.registry:
+        return gym.registry[own_id]
+    match = ENV_ID_RE.fullmatch(own_id)
+    newest = find_highest_version(match["namespace"], match["name"]) if match and not match["version"] else None
+    return None if newest is None else gym.registry[f"{own_id}-v{newest}"]
 
 
 def _hint(env_id: str) -> str:
@@ -153,21 +166,24 @@ def _of_callable(target: Callable[..., Any]) -> EnvCreator:
 
     So a config can name PettingZoo's `env(**kwargs)` directly.
     """
-    takes_context = _takes_context(target) if inspect.isclass(target) else _takes_an_argument(target)
-    return target if takes_context else lambda context: target(**context)
-
-
-def _takes_an_argument(function: Callable[..., Any]) -> bool:
-    """Return whether the function takes a positional argument, as far as its signature tells."""
     try:
-        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+        parameters = [*inspect.signature(target).parameters.values()]
     except ValueError:  # some functions written in C have no signature
-        return True
-    by_name = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
-    return not kinds <= by_name
+        return target
+    is_class = inspect.isclass(target)
+    return lambda context: target(context) if _takes_context(parameters, is_class, context) else target(**context)
 
 
-def _takes_context(cls: type) -> bool:
-    parameters = inspect.signature(cls).parameters.values()
+def _takes_context(parameters: Sequence[inspect.Parameter], is_class: bool, env_config: Mapping[str, Any]) -> bool:
+    """Return whether the first argument of a class or function is for the context, as far as its signature tells.
+
+    It is not where keys of `env_config` name arguments that must be given, or any argument if the first is optional.
+    """
     first = next((p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None)
-    return first is not None and (first.name in _CONTEXT_NAMES or first.default is first.empty)
+    if first is None:
+        return not is_class and any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if first.name in _CONTEXT_NAMES:
+        return True
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    wanted = {p.name for p in by_name if p.default is p.empty or first.default is not first.empty}
+    return not wanted & env_config.keys() and (not is_class or first.default is first.empty)

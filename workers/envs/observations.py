@@ -118,13 +118,21 @@ class Observations:
                 column[lanes] = target
         return []
 
-    def put_rows(self, batch: Any, lanes: LaneIndex = None) -> list[tuple[int, EnvContractError]]:
+    def put_rows(
+        self, batch: Any, lanes: LaneIndex = None, *, only: Sequence[int] | None = None
+    ) -> list[tuple[int, EnvContractError]]:
         """Write one observation for every env, from arrays (envs, *shape) in the nesting of the space.
 
-        `lanes`: the env of each row; None: in order. Return (env, error) for each bad one.
+        `lanes`: the env of each row; None: in order. `only`: the envs whose rows count; None: all. Return (env, error)
+        for each bad one.
         Raises `EnvContractError` for a bad batch that is no single env's fault.
         """
         columns = {leaf.name: leaf.rows_of(batch, len(self.columns[leaf.name])) for leaf in self._leaves}
+        if only is not None:
+            each = _unbatch(self.space, batch, len(next(iter(columns.values()))))
+            row_of = {lane: row for row, lane in enumerate(range(len(each)) if lanes is None else lanes.tolist())}
+            found = self.put(np.array(only), [each[row_of[lane]] for lane in only])
+            return [(only[position], problem) for position, problem in found]
         for name, rows in columns.items():
             self.columns[name][... if lanes is None else lanes] = rows
         if any(leaf.outside(self.columns[leaf.name]) for leaf in self._leaves):

@@ -187,7 +187,7 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
         for agent in observations:
             if agent in place.gone:
                 seen = f"one of agent {agent!r}, which is done"
-                raise EnvContractError("observations", seen, "of agents that are not")
+                raise EnvContractError("observations", seen, "of live agents only")
         if end is ChunkEnd.ONGOING and place.done.keys() >= observations.keys():
             raise EnvContractError(
                 "observations",
@@ -218,7 +218,7 @@ def _earn(place: AgentsPlace, agent: Any, reward: Any) -> float:
     except EnvContractError as error:
         raise EnvContractError(f"{error.what} of agent {agent!r}", error.seen, error.expected) from error
     if total and agent in place.gone:  # some envs always fill their dicts with zeros
-        raise EnvContractError("rewards", f"{reward!r:.40} of agent {agent!r}, which is done", "of others")
+        raise EnvContractError("rewards", f"{reward!r:.40} of agent {agent!r}, which is done", "of live agents only")
     return total
 
 

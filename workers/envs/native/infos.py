@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from operator import eq
 from typing import Any
@@ -37,6 +38,24 @@ def final_infos(infos: Mapping[str, Any], width: int) -> dict[int, dict[str, Any
 def without_rows(infos: Mapping[str, Any], width: int) -> list[str]:
     """Return the keys of values that no lane gets, because they, or their masks, do not have a row for each."""
     return list(_without_rows(infos, len(lanes_of_rows(infos, width))))
+
+
+def as_numpy(value: Any) -> Any:
+    """Return the value with numpy arrays in place of its torch tensors, each copied once if it is on a GPU."""
+    if isinstance(value, Mapping):
+        return {key: as_numpy(part) for key, part in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)([as_numpy(part) for part in value])
+    if not is_tensor(value):
+        return value
+    value = value.detach().cpu()
+    return (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()  # numpy has no bfloat16
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether `value` is a torch tensor, without an import of torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def has_rows(values: Any, rows: int) -> bool:

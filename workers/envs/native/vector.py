@@ -14,13 +14,14 @@ When all lanes begin together, the driver resets them with seeds, in each mode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import orjson
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from numpy.typing import NDArray
 
 from headrace.schemas.accounts.user_calls import UserCall
@@ -35,7 +36,7 @@ from headrace.workers.envs.driver import Pace
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.native.creators import Seeding, raised_in
-from headrace.workers.envs.native.infos import final_infos, moved
+from headrace.workers.envs.native.infos import as_numpy, final_infos, is_tensor, moved
 from headrace.workers.envs.native.lanes import NativeLanes
 from headrace.workers.envs.native.vector_step import (
     VectorStep,
@@ -52,6 +53,8 @@ class NativeVector(NativeLanes):
     """Native lanes that step together."""
 
     pace = Pace.LOCK_STEP
+    _mask_as: Callable[[NDArray[np.bool_]], Any]
+    """Makes a mask of lanes to reset in the form of the vector's own arrays."""
     _pending: VectorStep | None = None
     """The step with the first observations of episodes that have not begun yet."""
 
@@ -205,8 +208,9 @@ class NativeVector(NativeLanes):
     def _reset(self, lanes: Sequence[int], values: dict[str, Any]) -> None:
         """Reset `lanes` with one call; the vector's first one resets all, since the others have no observation yet."""
         episodes, arguments = self._create_episodes(lanes)
-        if self._was_reset and len(lanes) < len(self.lanes):
-            values["reset_mask"] = np.isin(range(len(self.lanes)), lanes)
+        only = lanes if self._was_reset and len(lanes) < len(self.lanes) else None
+        if only is not None:  # rows of other lanes may hold anything
+            values["reset_mask"] = self._mask_as(np.isin(range(len(self.lanes)), lanes))
         if values:
             arguments["options"] = values
         try:
@@ -215,8 +219,9 @@ class NativeVector(NativeLanes):
                     self.on_episode_created(self.lanes[episode.env_index], episode)
             with self._limited(UserCall.RESET):
                 answer = self._env.reset(**arguments)
-            observations, infos = take_reset_apart(answer)
-            for _, problem in self.observations.put_rows(observations, moved(infos, len(self.lanes))):
+            observations, infos = as_numpy(take_reset_apart(answer))
+            self._mask_as = _mask_maker(self._env, answer[0])
+            for _, problem in self.observations.put_rows(observations, moved(infos, len(self.lanes)), only=only):
                 raise problem
             told = self._infos_by_lane(infos)
             told = {lane: own_info(told[lane]) for lane in lanes if lane in told}
@@ -260,3 +265,15 @@ class NativeVector(NativeLanes):
         self.lanes[index].begin_episode(episode, info or episode.reset_info)
         self._idle[index] = False
         self._table.started.append(index)
+
+
+def _mask_maker(env: Any, observations: Any) -> Callable[[NDArray[np.bool_]], Any]:
+    """Return a function to tensors for a vector of tensors, on their device, else one to numpy's arrays.
+
+    Gymnasium's own vectors take masks of numpy alone, even if a wrapper turns their answers into tensors.
+    """
+    while isinstance(observations, Mapping | tuple) and observations:
+        observations = next(iter(observations.values() if isinstance(observations, Mapping) else observations))
+    if not is_tensor(observations) or isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+        return np.asarray
+    return lambda mask: observations.new_tensor(mask, dtype=sys.modules["torch"].bool)

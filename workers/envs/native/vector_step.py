@@ -14,7 +14,7 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.bounds import reward_due, unsound_rewards, whole_array
 from headrace.workers.envs.checks import check_info
-from headrace.workers.envs.native.infos import has_rows, in_order_of, moved
+from headrace.workers.envs.native.infos import as_numpy, has_rows, in_order_of, moved
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +38,8 @@ def read_step(answer: Any, width: int) -> VectorStep:
     """Read the result of `step`. Rewards are not checked yet: lanes that were reset may have any."""
     if not isinstance(answer, tuple) or len(answer) != 5:
         raise EnvContractError("answer of step", f"{answer!r:.120}", "(obs, rewards, terminateds, truncateds, infos)")
+    if answer[4] or {*map(type, answer[:4])} != {np.ndarray}:
+        answer = as_numpy(answer)
     observations, rewards, terminated, truncated, infos = answer
     check_info(infos)
     rewards = _array("Rewards", rewards)

@@ -90,7 +90,9 @@ class LoggedReturnsByAgent:
         except EnvContractError as error:
             raise EnvContractError(f"{error.what} of agent {agent!r}", error.seen, error.expected) from error
         if total and agent in self.gone:  # zeros are allowed: some envs go on filling their dicts
-            raise EnvContractError("rewards", f"{reward!r:.40} of agent {agent!r}, which is done", "of others")
+            raise EnvContractError(
+                "rewards", f"{reward!r:.40} of agent {agent!r}, which is done", "of live agents only"
+            )
         return total
 
     def _done(self, what: str, dones: Any) -> dict[str, bool]:
