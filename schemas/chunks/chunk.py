@@ -10,7 +10,7 @@ why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import pairwise
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.printable import one_line
 from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import ChunkError
 
@@ -253,6 +254,12 @@ def map_arrays(change: Callable[..., Any], *trees: Any) -> Any:
     if isinstance(first, tuple):
         return tuple(map_arrays(change, *parts) for parts in zip(*trees, strict=True))
     return change(*trees)
+
+
+def shapes_in_words(trees: Mapping[str, Any]) -> str:
+    """Return names and shapes of the arrays in `trees` of dicts and tuples: one line of at most 300 characters."""
+    named = (pair for name, tree in trees.items() for pair in _named_arrays(tree, name))
+    return one_line(", ".join(f"{name} {tuple(array.shape)}" for name, array in named))[:300]
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -71,8 +71,8 @@ def episodes_of(batches: Sequence[ChunkBatch]) -> Episodes:
                 f"batches of the modules {first.modules[0]!r} and {batch.modules[0]!r}, of slots {first.slot} and "
                 f"{batch.slot}, cannot be joined; give batches of one module, with the same spaces"
             )
-    shared = [name for name in first.columns if all(name in batch.columns for batch in batches)]
-    columns = {name: _joined([batch.columns[name] for batch in batches]) for name in shared}
+    shared = [name for name in first.arrays if all(name in batch.arrays for batch in batches)]
+    columns = {name: _joined([batch.arrays[name] for batch in batches]) for name in shared}
     chunks = _joined([_with_steps(batch) for batch in batches])
     lengths = chunks["length"].astype(np.int64)
     offsets = np.concatenate(([0], np.cumsum(lengths)))

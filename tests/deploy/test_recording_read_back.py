@@ -96,7 +96,7 @@ def read(path: Path, **options: Any) -> list[ChunkBatch]:
 
 
 def without(batch: ChunkBatch, *names: str) -> ChunkBatch:
-    return replace(batch, columns={name: column for name, column in batch.columns.items() if name not in names})
+    return replace(batch, arrays={name: column for name, column in batch.arrays.items() if name not in names})
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -107,7 +107,7 @@ def test_a_batch_of_any_dtypes_and_shapes_comes_back_to_the_bit(
     batch = make_batch(1, (dtype, shape))
     (back,) = read(recorded(tmp_path, [batch]))
     assert contents(back) == contents(batch)
-    assert not any(column.flags.writeable for column in back.columns.values())
+    assert not any(column.flags.writeable for column in back.arrays.values())
 
 
 @pytest.mark.parametrize("leaf", [("|u1", (80, 80, 4)), ("<f4", (5000,))], ids=str)

@@ -130,7 +130,7 @@ def _add_layout(fingerprint: Fingerprint, batch: ChunkBatch) -> None:
     order = None if batch.order is None else batch.order.tolist()
     names = list(batch.agents), list(batch.modules), list(batch.reasons)
     spaces = batch.observation_space.model_dump(mode="json"), batch.action_space.model_dump(mode="json")
-    columns = [(name, column.dtype.str, list(column.shape)) for name, column in batch.columns.items()]
+    columns = [(name, column.dtype.str, list(column.shape)) for name, column in batch.arrays.items()]
     fingerprint.add("layout", [order, *names, *spaces, columns])
     fingerprint.add("layout", [batch.offsets, batch.obs_offsets, batch.state_offsets, batch.lookback_offsets])
     fingerprint.add("layout", [batch.slot, batch.incarnation, batch.seq, batch.learner_epoch, batch.weights_digest])

@@ -73,7 +73,7 @@ def test_each_chunk_is_an_episode_with_its_end_and_its_columns(rllib: Any, make_
         np.testing.assert_array_equal(episode.get_extra_model_outputs("action_logp"), chunk.columns["logp"])
         assert set(episode.get_extra_model_outputs("weights_seq_no").tolist()) == {7}
         episode.get_observations()[:] = 0.0  # its own memory
-    assert np.abs(batch.columns["obs"]).min() > 0
+    assert np.abs(batch.arrays["obs"]).min() > 0
 
 
 def test_episodes_stand_in_the_order_of_the_batch_and_share_no_row(rllib: Any, make_batch: MakeBatch) -> None:

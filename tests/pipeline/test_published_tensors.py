@@ -126,7 +126,7 @@ def test_a_worker_acts_with_the_bits_that_were_published(
     assert {name for name in given if not same_bits(own[name], given[name])} == set()
     steps = int(batch.table["length"][0])
     with torch.no_grad():
-        values = learnt.forward_train({"obs": torch.from_numpy(batch.columns["obs"][:steps].copy())})["values"]  # type: ignore[operator]
+        values = learnt.forward_train({"obs": torch.from_numpy(batch.arrays["obs"][:steps].copy())})["values"]  # type: ignore[operator]
     seen = batch.columns["values"][:steps]
     assert np.ptp(seen) > 0
     np.testing.assert_allclose(seen, values.float().numpy(), rtol=0.05, atol=0.05)
@@ -155,7 +155,7 @@ def test_a_recurrent_policy_acts_in_bfloat16(
         pytest.skip(f"torch {torch.__version__} on this processor: {error}")
     start_worker(dtype="bfloat16", kind="lstm")
     publisher.publish(build(CART_POLE, dtype="bfloat16", kind="lstm").state_dict())
-    columns = next_of(stream, 1).columns
+    columns = next_of(stream, 1).arrays
     assert {columns[name].dtype for name in ("logp", "values", "state_in/h")} == {np.dtype(np.float32)}
 
 

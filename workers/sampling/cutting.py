@@ -115,7 +115,7 @@ def cut(
     done = (table["end"] == ChunkEnd.TERMINATED) | (table["end"] == ChunkEnd.TRUNCATED)
     return ChunkBatch(
         table=table,
-        columns=columns,
+        arrays=columns,
         observation_space=spaces.observation,
         action_space=spaces.action,
         reasons=REASONS,
