@@ -85,8 +85,7 @@ def to_episodes(batch: ChunkBatch) -> list[Any]:
             multi_agent_episode_id=id_ if is_of_several else None,
         )
 
-    order = range(len(batch)) if batch.order is None else batch.order.tolist()
-    return [episode(i) for i in order if table["length"][i]]
+    return [episode(i) for i in range(len(batch)) if table["length"][i]]
 
 
 def _rllib() -> tuple[Any, Any]:

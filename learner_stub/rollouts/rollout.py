@@ -131,7 +131,7 @@ def on_policy(batch: ChunkBatch) -> ChunkBatch:
     table["length"], table["lookback"] = stops - starts, 0
     table["end"] = np.where(stops == batch.offsets[chunks + 1], table["end"], ChunkEnd.ONGOING)
     task_of = None if batch.task_of is None else batch.task_of[chunks]
-    return replace(batch, table=table, arrays=arrays, infos={}, order=None, task_of=task_of)
+    return replace(batch, table=table, arrays=arrays, infos={}, task_of=task_of)
 
 
 def _runs(

@@ -15,8 +15,8 @@ from headrace.schemas.chunks.batch import ChunkBatch
 def to_torch(data: Any, device: torch.device | str | None = None) -> Any:
     """Return `data` with torch tensors in place of its arrays.
 
-    `data` is a `Transitions`, a `TimeMajor`, a dict or tuple of arrays, or one array. A `ChunkBatch` gives a
-    dict of its `columns`. Read-only arrays, as those of a received batch, are copied; others share their memory with the tensor,
+    `data` is a `Transitions`, a `TimeMajor`, a dict or tuple of arrays, or one array. A `ChunkBatch` gives a dict of
+    its `columns`. Read-only arrays, as of a received batch, are copied; others share their memory with the tensor,
     unless `device` is another than the CPU.
     """
     if isinstance(data, ChunkBatch):

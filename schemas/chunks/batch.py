@@ -54,7 +54,7 @@ from headrace.schemas.chunks.chunk import (
     map_arrays,
     shapes_in_words,
 )
-from headrace.schemas.chunks.episodes import Episodes, episodes_of
+from headrace.schemas.chunks.episodes import Episodes, episodes_of, ranges
 from headrace.schemas.chunks.spaces import Space, nest
 from headrace.schemas.chunks.task import Task, TaskJson
 from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
@@ -175,7 +175,7 @@ class BatchHeader(BatchCounts):
 class ChunkBatch(Sequence[EpisodeChunk]):
     """Several chunks. Read `transitions()`, iterate over them as `EpisodeChunk`, or read `columns` with `offsets`.
 
-    `order` is the order in which chunks are iterated; None is that of the columns.
+    Chunk i has the rows `offsets[i]:offsets[i+1]`.
     """
 
     table: NDArray[np.void]
@@ -192,7 +192,6 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     seq: int = 0
     learner_epoch: int = 0
     weights_digest: str = ""
-    order: NDArray[np.intp] | None = None
     connector_update: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """The changes of this module's connectors since its last batch, by name: "env_to_module/0.MeanStd/obs/count". It
     is delivered exactly as often as the batch, and lost with it.
@@ -201,7 +200,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     """Newest weights version (learner_epoch, seq) published when the batch was handed out, from which `lag` counts."""
     tasks: Sequence[Task] = ()
     task_of: NDArray[np.int32] | None = None
-    """For each chunk, in column order: its task's index in `tasks` + 1, or 0. None if no chunk has a task."""
+    """For each chunk: its task's index in `tasks` + 1, or 0. None if no chunk has a task."""
 
     @cached_property
     def columns(self) -> StepColumns:
@@ -295,8 +294,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"chunk {index} of {len(self)}")
-        index %= len(self)
-        return self._chunk(int(self.order[index]) if self.order is not None else index)
+        return self._chunk(index % len(self))
 
     def __iter__(self) -> Iterator[EpisodeChunk]:
         return (self[i] for i in range(len(self)))
@@ -369,21 +367,30 @@ class ChunkBatch(Sequence[EpisodeChunk]):
         """Return copies of the chunks side by side, time first, padded to the longest; see `TimeMajor`."""
         return time_major(self)
 
-    def select(self, keep: NDArray[np.bool_]) -> ChunkBatch:
-        """Return a copy with only the chunks where `keep` (bool, one for each chunk in column order) is true."""
+    def select(self, chunks: NDArray[np.bool_] | NDArray[np.intp]) -> ChunkBatch:
+        """Return a copy with these chunks alone, in the order of their indices, or where a bool for each is true."""
+        keep = np.flatnonzero(chunks) if chunks.dtype == np.bool_ else chunks
         table = self.table[keep]
         used, table["agent"] = np.unique(table["agent"], return_inverse=True)
         return replace(
             self,
             table=table,
             agents=[self.agents[i] for i in used.tolist()] or self.agents,
-            arrays={n: c[np.repeat(keep, np.diff(self.offsets_of(n)))] for n, c in self.arrays.items()},
-            infos={new: self.infos[old] for new, old in enumerate(np.flatnonzero(keep).tolist()) if old in self.infos},
-            order=None,
+            arrays={name: array[self._rows_of(name, keep)] for name, array in self.arrays.items()},
+            infos={new: self.infos[old] for new, old in enumerate(keep.tolist()) if old in self.infos},
             **self._tasks_of(keep),
         )
 
-    def _tasks_of(self, keep: NDArray[np.bool_]) -> dict[str, Any]:
+    def _rows_of(self, name: str, chunks: NDArray[np.intp]) -> NDArray[np.int64]:
+        offsets = self.offsets_of(name)
+        return ranges(offsets[chunks], np.diff(offsets)[chunks])
+
+    def finished_first(self) -> ChunkBatch:
+        """Return the batch with the chunks of finished episodes before the others: itself if it is so, or a copy."""
+        done = (self.table["end"] == ChunkEnd.TERMINATED) | (self.table["end"] == ChunkEnd.TRUNCATED)
+        return self if done[: np.count_nonzero(done)].all() else self.select(np.argsort(~done, kind="stable"))
+
+    def _tasks_of(self, keep: NDArray[np.intp]) -> dict[str, Any]:
         if self.task_of is None:
             return {}
         used, numbers = np.unique(np.append(0, self.task_of[keep]), return_inverse=True)
@@ -400,14 +407,11 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     def emptied(self) -> ChunkBatch:
         """Return the batch without chunks. Its arrays are new: even a view of no rows would keep the whole message."""
         arrays = {name: np.empty((0, *array.shape[1:]), array.dtype) for name, array in self.arrays.items()}
-        bare: dict[str, Any] = {"infos": {}, "order": None, "connector_update": {}, "tasks": (), "task_of": None}
+        bare: dict[str, Any] = {"infos": {}, "connector_update": {}, "tasks": (), "task_of": None}
         return replace(self, table=np.empty(0, CHUNK_TABLE), arrays=arrays, seq=0, **bare)
 
     def halves(self) -> list[ChunkBatch]:
-        """Split the batch in two, in column order; each half has its own infos.
-
-        The first half keeps what the connectors learnt.
-        """
+        """Split the batch in two; each half has its own infos. The first half keeps what the connectors learnt."""
         first = np.arange(len(self)) < len(self) // 2
         return [self.select(first), replace(self.select(~first), connector_update={})]
 

@@ -145,12 +145,8 @@ def _arrays(pair: Any) -> tuple[Array, Array]:
 
 def by_step(batches: Sequence[ChunkBatch], found: Returns) -> dict[tuple[str, int], tuple[float, float]]:
     """(episode, env step) -> (advantage, target), so that order does not matter."""
-    steps = [(c.episode_id, int(t)) for batch in batches for c in _in_columns(batch) for t in c.env_t]
+    steps = [(c.episode_id, int(t)) for batch in batches for c in batch for t in c.env_t]
     return dict(zip(steps, zip(found.advantages.tolist(), found.targets.tolist(), strict=True), strict=True))
-
-
-def _in_columns(batch: ChunkBatch) -> list[EpisodeChunk]:
-    return list(replace(batch, order=None))
 
 
 def assert_equal_to(
@@ -244,7 +240,7 @@ def test_episodes_of_one_batch_are_its_own_arrays(batches: list[ChunkBatch]) -> 
     assert episodes.obs is batch.arrays["obs"]
     assert episodes.rewards is batch.columns["rewards"]
     assert episodes.columns["logp"] is batch.columns["logp"]
-    chunks = [chunk for chunk in _in_columns(batch) if len(chunk)]
+    chunks = [chunk for chunk in batch if len(chunk)]
     np.testing.assert_array_equal(episodes.obs[episodes.step_rows], np.concatenate([c.obs[:-1] for c in chunks]))
     np.testing.assert_array_equal(episodes.obs[episodes.last_rows], np.stack([c.obs[-1] for c in chunks]))
     assert np.diff(episodes.offsets).tolist() == [len(chunk) for chunk in chunks]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,7 +77,7 @@ def test_each_chunk_is_an_episode_with_its_end_and_its_columns(rllib: Any, make_
 
 def test_episodes_stand_in_the_order_of_the_batch_and_share_no_row(rllib: Any, make_batch: MakeBatch) -> None:
     batch = make_batch([3, 0, 2, 4], [ChunkEnd.ONGOING, ChunkEnd.ABORTED, ChunkEnd.ONGOING, ChunkEnd.ONGOING])
-    batch = replace(batch, order=np.array([3, 1, 0, 2]))
+    batch = batch.select(np.array([3, 1, 0, 2]))
     episodes = to_episodes(batch)
     assert [len(episode) for episode in episodes] == [4, 3, 2]
     for episode in episodes:

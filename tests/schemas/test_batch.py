@@ -160,8 +160,23 @@ def test_a_batch_is_a_sequence() -> None:
     assert [chunk.t_start for chunk in batch[1:3]] == [100, 200]
     with pytest.raises(IndexError, match="chunk 4 of 4"):
         batch[4]
-    turned = replace(batch, order=np.array([3, 2, 1, 0]))
-    assert [chunk.t_start for chunk in turned] == [300, 200, 100, 0]
+
+
+def test_select_takes_chunks_in_any_order_with_their_rows_infos_and_tasks() -> None:
+    batch = make_lookback_batch()
+    batch = replace(batch, infos={0: {1: {"a": 1}}, 3: {0: {"b": 2}}})
+    turned = batch.select(np.array([3, 2, 1, 0]))
+    for a, b in zip(reversed(batch), turned, strict=True):
+        for name in type(a).__slots__:
+            if name != "lookback":
+                assert_same(getattr(a, name), getattr(b, name))
+    assert [chunk.lookback and len(chunk.lookback) for chunk in turned] == [1, 2, None, None]
+    for i, chunk in enumerate(turned):
+        np.testing.assert_array_equal(
+            turned.columns["rewards"][turned.offsets[i] : turned.offsets[i + 1]], chunk.rewards
+        )
+    assert [chunk.t_start for chunk in batch.finished_first()] == [0, 300, 100, 200]
+    assert turned.select(np.array([True, False, False, True])).finished_first() is not turned
 
 
 def test_columns_of_a_received_batch_are_views_of_its_frames() -> None:

@@ -23,6 +23,23 @@ def test_finished_episodes_come_first() -> None:
     assert 0 < sum(done) < len(done)
 
 
+@pytest.mark.parametrize("horizon", [0, 2])
+def test_each_chunk_of_a_batch_stands_in_the_columns_at_its_offsets(horizon: int) -> None:
+    with runner(num_envs=3, env_config={"lengths": {0: 100, 1: 3, 2: 4}}, episode_lookback_horizon=horizon) as sampler:
+        for _ in range(3):
+            for batch in (sampler.sample(num_timesteps=18), sampler.sample_fragment()):
+                for i, chunk in enumerate(batch):
+                    steps = slice(batch.offsets[i], batch.offsets[i + 1])
+                    np.testing.assert_array_equal(batch.columns["rewards"][steps], chunk.rewards)
+                    np.testing.assert_array_equal(batch.columns["logp"][steps], chunk.columns["logp"])
+                    rows = slice(batch.obs_offsets[i], batch.obs_offsets[i + 1])
+                    np.testing.assert_array_equal(batch.obs[rows], chunk.obs)
+                    before = slice(batch.lookback_offsets[i], batch.lookback_offsets[i + 1])
+                    if chunk.lookback is not None:
+                        np.testing.assert_array_equal(batch.lookback["obs"][before], chunk.lookback.obs)
+                np.testing.assert_array_equal(batch.transitions().rewards, np.concatenate([c.rewards for c in batch]))
+
+
 @pytest.mark.parametrize("num_envs", [1, 4])
 def test_num_episodes_gives_whole_episodes_only(num_envs: int) -> None:
     with runner(num_envs=num_envs, env_config={"lengths": {0: 3, 1: 4, 2: 7, 3: 50}}) as sampler:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.worker_figures import TimePart
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import CallbackError, ConfigError, HeadraceError, ModuleError, missing_env_error
@@ -319,12 +320,14 @@ class EnvRunner(ABC, Generic[Batch]):
             steps = num_timesteps or 0
             self._begin(mode, -(-steps // width), force_reset)
             self._poll_until(self._enough_steps(steps))
-            return self._end_sample(self._deliver(keep_open=False, end_markers=end_markers))
-        self._begin(mode, length, force_reset or sampler.resets_envs)
-        self._poll_until(enough_episodes(num_episodes, sampler), stop_at_episodes=num_episodes)
-        if sampler.resets_envs:
-            sampler.abandon(Discard.RESET)
-        return self._end_sample(self._deliver(keep_open=not sampler.resets_envs, end_markers=end_markers))
+        else:
+            self._begin(mode, length, force_reset or sampler.resets_envs)
+            self._poll_until(enough_episodes(num_episodes, sampler), stop_at_episodes=num_episodes)
+            if sampler.resets_envs:
+                sampler.abandon(Discard.RESET)
+        keep_open = num_episodes is not None and not sampler.resets_envs
+        samples: Any = self._deliver(keep_open, end_markers)
+        return self._end_sample(samples.finished_first() if isinstance(samples, ChunkBatch) else samples)
 
     def sample_fragment(
         self,
