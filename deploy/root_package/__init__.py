@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headrace.learner_stub import WeightPublisher as WeightPublisher
     from headrace.learner_stub import episodes_of as episodes_of
     from headrace.learner_stub import gae as gae
+    from headrace.learner_stub import minibatches as minibatches
     from headrace.learner_stub import save_policy as save_policy
     from headrace.learner_stub import spread as spread
     from headrace.learner_stub import to_torch as to_torch
@@ -68,7 +69,7 @@ _NAMES = {
     "deploy": "TrainedPolicy load_policy",
     "deploy.annexes.programs": "RunningFleet fleet",
     "learner_stub": "ConnectorMerger EpisodeStream LearnerState LoadedState Returns StreamDataset TaskPublisher"
-    " WeightPublisher episodes_of gae save_policy spread to_torch vtrace with_own_logp",
+    " WeightPublisher episodes_of gae minibatches save_policy spread to_torch vtrace with_own_logp",
     "schemas.errors": "HeadraceError",
     "workers": "EnvContext EnvRunner EnvRunnerConfig GymVectorEnv MultiAgentEnv MultiAgentEnvRunner PolicySpec"
     " RunnerCallback SingleAgentEnvRunner StepFailedRecreateEnv VectorEnv merge_metrics register_env",

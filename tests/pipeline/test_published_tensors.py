@@ -173,6 +173,22 @@ def test_nan_is_refused_in_any_dtype(dtype: str, publisher: WeightPublisher) -> 
     assert publisher.publish({"w": weights}, allow_non_finite=True) == 1
 
 
+def test_weights_that_are_not_finite_name_the_last_version_that_was_and_the_likely_cause(
+    publisher: WeightPublisher,
+) -> None:
+    with pytest.raises(
+        NotFiniteError, match=r"of 'w' are NaN or infinite; .* by the std\(\) of a minibatch of one step"
+    ):
+        publisher.publish({"w": torch.full((3,), torch.nan)})
+    publisher.publish({"w": torch.ones(3)})
+    publisher.publish({"w": torch.ones(3)})
+    with pytest.raises(NotFiniteError, match=r"infinite since version 2 was published; the cause may be too large a"):
+        publisher.publish({"w": torch.tensor([1.0, torch.inf, 1.0])})
+    publisher.publish({"w": torch.full((3,), torch.inf)}, allow_non_finite=True)
+    with pytest.raises(NotFiniteError, match=r"of 'w' are NaN or infinite; the cause"):
+        publisher.publish({"w": torch.full((3,), torch.inf)})
+
+
 @pytest.mark.parametrize("dtype", WITH_BITS)
 def test_each_number_of_a_dtype_that_numpy_lacks_comes_back(dtype: str) -> None:
     tensor = all_bits(dtype)
