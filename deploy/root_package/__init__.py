@@ -82,7 +82,8 @@ _NAMES = {
 }
 _HOMES = {name: f"headrace.{home}" for home, names in _NAMES.items() for name in names.split()}
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_HOMES.keys() - {"VectorEnv"})
+"""Without the name that a program may have from gymnasium, so that `from headrace import *` leaves it."""
 
 __version__: str
 """The version, as in `pip show headrace`, read when it is first asked for."""
@@ -103,4 +104,4 @@ if not TYPE_CHECKING:  # so that type checkers notice a misspelt name
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", *(home for home in _NAMES if "." not in home)]
+    return [*_HOMES, "__version__", *(home for home in _NAMES if "." not in home)]

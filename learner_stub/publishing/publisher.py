@@ -107,6 +107,10 @@ class WeightPublisher(Closable):
         endpoint, found = find_fleet(where, connect_timeout_s, options)
         return cls(endpoint, **found)
 
+    def __repr__(self) -> str:
+        known = f"version {(self.epoch, self.seq)}, the broker has {tuple(self.acknowledged)}"
+        return f"<WeightPublisher to {self.endpoint}: {known}>"
+
     @property
     def endpoint(self) -> str:
         """Return the broker's address; those of several brokers with commas between them."""

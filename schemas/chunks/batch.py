@@ -369,7 +369,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
 
     def select(self, chunks: NDArray[np.bool_] | NDArray[np.intp]) -> ChunkBatch:
         """Return a copy with these chunks alone, in the order of their indices, or where a bool for each is true."""
-        keep = np.flatnonzero(chunks) if chunks.dtype == np.bool_ else chunks
+        keep: NDArray[np.intp] = np.flatnonzero(chunks) if chunks.dtype == np.bool_ else chunks.astype(np.intp)
         table = self.table[keep]
         used, table["agent"] = np.unique(table["agent"], return_inverse=True)
         return replace(

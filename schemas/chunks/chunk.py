@@ -11,7 +11,7 @@ why.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from itertools import pairwise
 from typing import Any
@@ -89,6 +89,9 @@ class Lookback:
 
     def __len__(self) -> int:
         return len(self.rewards)
+
+    def __repr__(self) -> str:
+        return arrays_in_words(self)
 
 
 def format_episode_id(high: int, low: int) -> str:
@@ -260,6 +263,13 @@ def shapes_in_words(trees: Mapping[str, Any]) -> str:
     """Return names and shapes of the arrays in `trees` of dicts and tuples: one line of at most 300 characters."""
     named = (pair for name, tree in trees.items() for pair in _named_arrays(tree, name))
     return one_line(", ".join(f"{name} {tuple(array.shape)}" for name, array in named))[:300]
+
+
+def arrays_in_words(view: Any) -> str:
+    """Return the names and shapes of the arrays of a dataclass, for its repr."""
+    return (
+        f"<{type(view).__name__}: {shapes_in_words({field.name: getattr(view, field.name) for field in fields(view)})}>"
+    )
 
 
 def _joined(parts: Sequence[Any]) -> Any:

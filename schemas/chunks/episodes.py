@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunks.chunk import LOOKBACK, ChunkEnd
+from headrace.schemas.chunks.chunk import LOOKBACK, ChunkEnd, arrays_in_words
 from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import ChunkError
 
@@ -52,6 +52,9 @@ class Episodes:
 
     def __len__(self) -> int:
         return len(self.rewards)
+
+    def __repr__(self) -> str:
+        return arrays_in_words(self)
 
 
 def episodes_of(batches: Sequence[ChunkBatch]) -> Episodes:

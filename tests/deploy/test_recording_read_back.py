@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -107,6 +108,10 @@ def test_a_batch_of_any_dtypes_and_shapes_comes_back_to_the_bit(
     batch = make_batch(1, (dtype, shape))
     (back,) = read(recorded(tmp_path, [batch]))
     assert contents(back) == contents(batch)
+    stream = EpisodeStream.of(tmp_path)
+    assert contents(next(stream)) == contents(batch)
+    assert next(stream, None) is None
+    assert re.fullmatch(r"<RecordedStream of \S+: 1 batches, at its end>", repr(stream))
     assert not any(column.flags.writeable for column in back.arrays.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,13 @@ def test_num_episodes_gives_whole_episodes_only(num_envs: int) -> None:
             assert m <= len(chunks) <= m + num_envs - 1
             assert all(c.is_done and c.t_start == 0 and c.chunk_index == 0 for c in chunks)
             check_books(sampler)
+
+
+def test_a_runner_is_told_in_one_line() -> None:
+    with runner(num_envs=2) as sampler:
+        sampler.sample(num_timesteps=6)
+        assert re.fullmatch(r"<SingleAgentEnvRunner 0: 2 envs of .*, 6 steps, weights \(0, 0\)>", repr(sampler))
+    assert repr(sampler).endswith(", 6 steps, stopped>")
 
 
 def test_num_episodes_resets_no_env_beyond_the_last_episode() -> None:
