@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headrace.learner_stub.publishing.publisher import WeightPublisher as WeightPublisher
     from headrace.learner_stub.publishing.task_publisher import TaskPublisher as TaskPublisher
     from headrace.learner_stub.rollouts.connector_merger import ConnectorMerger as ConnectorMerger
+    from headrace.learner_stub.rollouts.minibatches import minibatches as minibatches
     from headrace.learner_stub.rollouts.own_logp import with_own_logp as with_own_logp
     from headrace.learner_stub.rollouts.returns import Returns as Returns
     from headrace.learner_stub.rollouts.returns import gae as gae
@@ -36,6 +37,7 @@ _HOMES = {
     "WeightPublisher": "headrace.learner_stub.publishing.publisher",
     "episodes_of": "headrace.schemas.chunks.episodes",
     "gae": "headrace.learner_stub.rollouts.returns",
+    "minibatches": "headrace.learner_stub.rollouts.minibatches",
     "save_policy": "headrace.learner_stub.checkpoints.learner_state",
     "spread": "headrace.schemas.chunks.task",
     "to_torch": "headrace.learner_stub.rollouts.tensors",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium
 import pytest
 
 import headrace
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_each_name_is_the_one_of_its_own_package() -> None:
-    for name in headrace.__all__:
+    for name in headrace._HOMES:
         assert getattr(headrace, name).__module__.startswith("headrace."), name
     assert headrace.__version__ == headrace.workers.__version__
 
@@ -36,7 +37,16 @@ def test_every_class_and_function_of_the_api_page_is_there() -> None:
     shown = {"Episodes", "Transitions", "TimeMajor", "EpisodeChunk", "ChunkEnd", "to_episode", "Lookback", "ChunkBatch"}
     spaces = {"Spaces", "Box", "Discrete", "MultiDiscrete", "MultiBinary", "Dict", "Tuple"}
     own = {"Logger", "RunInfo"}
-    assert named - elsewhere - shown - spaces - own <= set(headrace.__all__)
+    assert named - elsewhere - shown - spaces - own <= headrace._HOMES.keys()
+
+
+def test_a_star_import_leaves_the_name_that_gymnasium_has_too() -> None:
+    names: dict[str, object] = {}
+    exec("from gymnasium.vector import *\nfrom headrace import *", names)  # noqa: S102
+    assert names["VectorEnv"] is gymnasium.vector.VectorEnv
+    assert names["EpisodeStream"] is headrace.EpisodeStream
+    assert headrace.VectorEnv is not gymnasium.vector.VectorEnv
+    assert "VectorEnv" in dir(headrace)
 
 
 def test_importing_the_package_loads_nothing_else() -> None:
@@ -64,4 +74,4 @@ def test_the_versions_page_has_one_label_for_each_name() -> None:
     page = (ROOT / "docs/reference/versions.md").read_text()
     rows = re.findall(r"^\| (?:stable|beta|alpha) \| (`.*) \|$", page, re.MULTILINE)
     assert len(rows) == 3
-    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == headrace.__all__
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(headrace._HOMES)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headrace.learner_stub import WeightPublisher as WeightPublisher
     from headrace.learner_stub import episodes_of as episodes_of
     from headrace.learner_stub import gae as gae
+    from headrace.learner_stub import minibatches as minibatches
     from headrace.learner_stub import save_policy as save_policy
     from headrace.learner_stub import spread as spread
     from headrace.learner_stub import to_torch as to_torch
@@ -68,7 +69,7 @@ _NAMES = {
     "deploy": "TrainedPolicy load_policy",
     "deploy.annexes.programs": "RunningFleet fleet",
     "learner_stub": "ConnectorMerger EpisodeStream LearnerState LoadedState Returns StreamDataset TaskPublisher"
-    " WeightPublisher episodes_of gae save_policy spread to_torch vtrace with_own_logp",
+    " WeightPublisher episodes_of gae minibatches save_policy spread to_torch vtrace with_own_logp",
     "schemas.errors": "HeadraceError",
     "workers": "EnvContext EnvRunner EnvRunnerConfig GymVectorEnv MultiAgentEnv MultiAgentEnvRunner PolicySpec"
     " RunnerCallback SingleAgentEnvRunner StepFailedRecreateEnv VectorEnv merge_metrics register_env",
@@ -81,7 +82,8 @@ _NAMES = {
 }
 _HOMES = {name: f"headrace.{home}" for home, names in _NAMES.items() for name in names.split()}
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_HOMES.keys() - {"VectorEnv"})
+"""Without the name that a program may have from gymnasium, so that `from headrace import *` leaves it."""
 
 __version__: str
 """The version, as in `pip show headrace`, read when it is first asked for."""
@@ -102,4 +104,4 @@ if not TYPE_CHECKING:  # so that type checkers notice a misspelt name
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", *(home for home in _NAMES if "." not in home)]
+    return [*_HOMES, "__version__", *(home for home in _NAMES if "." not in home)]

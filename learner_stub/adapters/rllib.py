@@ -46,14 +46,14 @@ def to_episodes(batch: ChunkBatch) -> list[Any]:
     episode_class, buffer_class = _rllib()
     spaces = Spaces(observation=batch.observation_space, action=batch.action_space)
     observation_space, action_space = _gymnasium(spaces.model_dump_json())
-    rows = {name: _rows(batch, name) for name in batch.columns if not name.startswith((STATE_IN, LOOKBACK))}
+    rows = {name: _rows(batch, name) for name in batch.arrays if not name.startswith((STATE_IN, LOOKBACK))}
     obs, actions = nest(spaces.observation, rows, "obs"), nest(spaces.action, rows, "actions")
     rewards = rows["rewards"].astype(np.float32)
     outputs = {_NAMES.get(n, n): column for n, column in rows.items() if n.partition("/")[0] not in _NO_OUTPUTS}
     # All that differs from chunk to chunk, as lists: single records of numpy are slow to read.
     table = {name: batch.table[name].tolist() for name in batch.table.dtype.names or ()}
     bounds, obs_bounds = ((batch.lookback_offsets + own).tolist() for own in (batch.offsets, batch.obs_offsets))
-    own_bounds, looks_back = batch.offsets.tolist(), {_NAMES.get(n, n): LOOKBACK + n in batch.columns for n in rows}
+    own_bounds, looks_back = batch.offsets.tolist(), {_NAMES.get(n, n): n in batch.lookback for n in rows}
 
     def episode(i: int) -> Any:
         lookback, agent, end = table["lookback"][i], batch.agents[table["agent"][i]], table["end"][i]
@@ -85,8 +85,7 @@ def to_episodes(batch: ChunkBatch) -> list[Any]:
             multi_agent_episode_id=id_ if is_of_several else None,
         )
 
-    order = range(len(batch)) if batch.order is None else batch.order.tolist()
-    return [episode(i) for i in order if table["length"][i]]
+    return [episode(i) for i in range(len(batch)) if table["length"][i]]
 
 
 def _rllib() -> tuple[Any, Any]:
@@ -106,9 +105,9 @@ def _gymnasium(spaces: str) -> tuple[Any, Any]:
 
 def _rows(batch: ChunkBatch, name: str) -> NDArray[Any]:
     """Return a copy of a column in which the rows of each chunk follow those of its lookback."""
-    own, back, offsets = batch.columns[name], batch.lookback_offsets, batch.offsets_of(name)
-    if not back[-1] or LOOKBACK + name not in batch.columns:
+    own, back, offsets = batch.arrays[name], batch.lookback_offsets, batch.offsets_of(name)
+    if not back[-1] or name not in batch.lookback:
         return own.copy()
     starts = np.stack((back[:-1], back[-1] + offsets[:-1]), 1)
     lengths = np.stack((np.diff(back), np.diff(offsets)), 1)
-    return np.concatenate((batch.columns[LOOKBACK + name], own))[ranges(starts.ravel(), lengths.ravel())]
+    return np.concatenate((batch.lookback[name], own))[ranges(starts.ravel(), lengths.ravel())]

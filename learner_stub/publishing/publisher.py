@@ -107,6 +107,10 @@ class WeightPublisher(Closable):
         endpoint, found = find_fleet(where, connect_timeout_s, options)
         return cls(endpoint, **found)
 
+    def __repr__(self) -> str:
+        known = f"version {(self.epoch, self.seq)}, the broker has {tuple(self.acknowledged)}"
+        return f"<WeightPublisher to {self.endpoint}: {known}>"
+
     @property
     def endpoint(self) -> str:
         """Return the broker's address; those of several brokers with commas between them."""
@@ -246,7 +250,7 @@ class WeightPublisher(Closable):
 
     def _check_finite(self, arrays: Arrays, allow_non_finite: bool) -> None:
         try:
-            check_finite(arrays)
+            check_finite(arrays, 0 if self._has_warned else self.seq)
         except NotFiniteError as error:
             if not allow_non_finite:
                 raise
@@ -299,8 +303,8 @@ def each_once(change: Callable[[NDArray[Any]], NDArray[Any]], arrays: Arrays) ->
     return {name: changed[id(array)] for name, array in arrays.items()}
 
 
-def check_finite(arrays: Arrays) -> None:
-    """Raise `NotFiniteError` for the first array that has a NaN or an infinity."""
+def check_finite(arrays: Arrays, published: int = 0) -> None:
+    """Raise `NotFiniteError` for the first array that has a NaN or an infinity. `published`: the newest finite seq."""
     for name, array in arrays.items():
         if array.dtype.kind not in "fV":
             continue
@@ -308,13 +312,16 @@ def check_finite(arrays: Arrays) -> None:
         # One pass, and the usual case. The sum is not finite if one of the numbers is not, or if it overflows.
         if not math.isfinite(np.vdot(wide, wide)) and not (finite := np.isfinite(wide)).all():
             bad = array.size - int(finite.sum())
+            since = f" since version {published:,} was published" if published else ""
+            cause = "a loss of NaN, as by the std() of a minibatch of one step (headrace.minibatches makes none), or "
             raise NotFiniteError(
                 name,
                 bad,
                 array.size,
                 f"the weights are not finite: {bad:,} of {array.size:,} values of {name!r:.200} are NaN or "
-                "infinite; go on from the last checkpoint with a lower learning rate or clipped gradients; if they are "
-                "meant, as in a buffer with a mask, pass allow_non_finite=True",
+                f"infinite{since}; the cause may be {cause if np.isnan(wide).all() else ''}too large a step: go on "
+                "from the last checkpoint with a lower learning rate or clipped gradients; if they are meant, as in a "
+                "buffer with a mask, pass allow_non_finite=True",
             )
 
 

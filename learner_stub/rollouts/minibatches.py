@@ -16,7 +16,7 @@ from headrace.learner_stub.rollouts.module import TrainableModule, check_answer
 from headrace.learner_stub.rollouts.rollout import Rollout
 from headrace.schemas.chunks.chunk import map_arrays
 from headrace.schemas.chunks.episodes import ranges
-from headrace.schemas.errors import ModuleError
+from headrace.schemas.errors import ConfigError, ModuleError
 
 _FORWARD_ROWS = 4096
 """Observations in one forward pass without gradients; it bounds the memory that images take."""
@@ -34,6 +34,20 @@ class Minibatch:
     batch: dict[str, Any]
     steps: Tensor
     answers: Tensor | slice
+
+
+def minibatches(steps: int, size: int) -> list[Tensor]:
+    """Return the numbers below `steps` in random order, in parts of about `size`, as int64 tensors on the CPU.
+
+    The sizes differ by at most one. None is above `size` or below two, unless there is no other way: a fleet's updates
+    have no fixed size, and the `std()` of a last minibatch of one step would be NaN. torch's own generator draws.
+
+    Raises `ConfigError` for a size below 1.
+    """
+    if size < 1:
+        raise ConfigError(f"minibatches of {size!r:.40} steps; give 2 or more", key="size")
+    parts = max(min(-(-steps // size), steps // 2), 1)
+    return list(torch.randperm(steps).tensor_split(parts)) if steps else []
 
 
 def minibatches_for(module: Any, rollout: Rollout) -> Minibatches:

@@ -74,5 +74,5 @@ def with_own_logp(module: Any, batch: ChunkBatch) -> ChunkBatch:
 
 def _with(batch: ChunkBatch, made: dict[str, Any]) -> ChunkBatch:
     """Return `batch` with the columns `made`, without what it has of these names, also in the lookback."""
-    kept = {name: column for name, column in batch.columns.items() if name.removeprefix(LOOKBACK) not in made}
-    return replace(batch, columns=kept | made)
+    kept = {name: array for name, array in batch.arrays.items() if name.removeprefix(LOOKBACK) not in made}
+    return replace(batch, arrays=kept | made)

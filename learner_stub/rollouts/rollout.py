@@ -59,7 +59,7 @@ def join(batches: Sequence[ChunkBatch]) -> Rollout | None:
                 "forward_exploration, and sample with explore = true"
             )
     _check_alike(own)
-    episodes = episodes_of([replace(batch, columns={n: batch.columns[n] for n in _needed(batch)}) for batch in own])
+    episodes = episodes_of([replace(batch, arrays={n: batch.arrays[n] for n in _needed(batch)}) for batch in own])
     return Rollout(
         episodes=episodes,
         obs=to_torch(episodes.obs),
@@ -96,7 +96,7 @@ def chosen(batch: ChunkBatch) -> ChunkBatch:
 
 def _needed(batch: ChunkBatch) -> list[str]:
     needed = ("rewards", "logp", "obs", "actions", STATE_IN[:-1])
-    return [name for name in batch.columns if name.split("/")[0] in needed]
+    return [name for name in batch.arrays if name.split("/")[0] in needed]
 
 
 def on_policy(batch: ChunkBatch) -> ChunkBatch:
@@ -109,29 +109,29 @@ def on_policy(batch: ChunkBatch) -> ChunkBatch:
     The result has no lookback and infos. For a recurrent module, runs in the middle of a chunk are left out, since the
     state before them is not known. Returns of episodes stay those at the end of the chunk that was split.
     """
-    logged = batch.columns.get(OFF_POLICY)
+    logged = batch.arrays.get(OFF_POLICY)
     if logged is None or not logged.any():
         return batch
     starts, stops, chunks = _runs(np.asarray(~logged), batch.offsets)
-    if any(name.startswith(STATE_IN) for name in batch.columns):
+    if batch.state_in:
         known = starts == batch.offsets[chunks]
         starts, stops, chunks = starts[known], stops[known], chunks[known]
     steps = ranges(starts, stops - starts)
     obs = ranges(starts - batch.offsets[chunks] + batch.obs_offsets[chunks], stops - starts + 1)
-    columns = {}
-    for name, column in batch.columns.items():
+    arrays = {}
+    for name, array in batch.arrays.items():
         if name.startswith(LOOKBACK):
             continue
         rows = batch.state_offsets[chunks] if name.startswith(STATE_IN) else obs if is_obs_column(name) else steps
-        columns[name] = column[rows]
+        arrays[name] = array[rows]
     table = batch.table[chunks]
-    env_t = batch.columns.get("env_t")  # of several agents, which may pause
+    env_t = batch.arrays.get("env_t")  # of several agents, which may pause
     table["t_start"] = table["t_start"] + starts - batch.offsets[chunks] if env_t is None else env_t[starts]
     table["episode_length"] -= batch.offsets[chunks + 1] - stops
     table["length"], table["lookback"] = stops - starts, 0
     table["end"] = np.where(stops == batch.offsets[chunks + 1], table["end"], ChunkEnd.ONGOING)
     task_of = None if batch.task_of is None else batch.task_of[chunks]
-    return replace(batch, table=table, columns=columns, infos={}, order=None, task_of=task_of)
+    return replace(batch, table=table, arrays=arrays, infos={}, task_of=task_of)
 
 
 def _runs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ def to_torch(data: Any, device: torch.device | str | None = None) -> Any:
     """Return `data` with torch tensors in place of its arrays.
 
     `data` is a `Transitions`, a `TimeMajor`, a dict or tuple of arrays, or one array. A `ChunkBatch` gives a dict of
-    its columns. Read-only arrays, as those of a received batch, are copied; others share their memory with the tensor,
+    its `columns`. Read-only arrays, as of a received batch, are copied; others share their memory with the tensor,
     unless `device` is another than the CPU.
     """
     if isinstance(data, ChunkBatch):
@@ -23,7 +24,7 @@ def to_torch(data: Any, device: torch.device | str | None = None) -> Any:
     if isinstance(data, np.ndarray):
         tensor = torch.from_numpy(data if data.flags.writeable else data.copy())
         return tensor if device is None else tensor.to(device)
-    if isinstance(data, dict):
+    if isinstance(data, Mapping):
         return {name: to_torch(part, device) for name, part in data.items()}
     if isinstance(data, tuple):
         return tuple(to_torch(part, device) for part in data)

@@ -172,7 +172,7 @@ class SourceEpisodes:
         for name, names, part in (("agent", agents, 0), ("module", modules, 1)):
             newest[name] = np.array([index_of(players[i][part], names) for i in used], np.uint16)[index]
         columns: dict[str, Any] = {
-            module_id: {name: (column.dtype.str, [*column.shape[1:]]) for name, column in batch.columns.items()}
+            module_id: {name: (column.dtype.str, [*column.shape[1:]]) for name, column in batch.arrays.items()}
             for module_id, batch in self._templates.items()
         }
         if self._before is not None:
@@ -253,7 +253,7 @@ class SourceEpisodes:
         players = [self._players[player] for player in named]
         if players != list(range(len(players))):
             rows["agent"] = np.array(players, np.uint16)[rows["agent"]]
-        rows["t_start"] = stops(batch.table, batch.columns.get("env_t"))
+        rows["t_start"] = stops(batch.table, batch.arrays.get("env_t"))
         return rows
 
     def _check_places(self, envs: int, players: Sequence[tuple[str, str]]) -> None:
@@ -317,7 +317,7 @@ def _template(end: SourceEnd, module_id: str, spaces: Spaces, told: Mapping[str,
     columns |= {"rewards": np.empty(0), "weights_seq": np.empty(0, np.int64)}
     return ChunkBatch(
         table=np.empty(0, CHUNK_TABLE),
-        columns=columns,
+        arrays=columns,
         observation_space=spaces.observation,
         action_space=spaces.action,
         modules=(module_id,),

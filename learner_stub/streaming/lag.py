@@ -46,7 +46,7 @@ class LagMonitor:
 
     def _count(self, batch: ChunkBatch) -> int:
         """Count the steps by their lag, and return the sum. Most batches have one lag, and are counted at once."""
-        seqs, (epoch, newest) = batch.columns["weights_seq"], batch.newest
+        seqs, (epoch, newest) = batch.arrays["weights_seq"], batch.newest
         first = int(seqs[0])
         if batch.learner_epoch != epoch or not np.count_nonzero(seqs != first):
             one = newest if batch.learner_epoch != epoch else max(newest - first, 0)

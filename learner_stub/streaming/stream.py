@@ -40,7 +40,7 @@ from headrace.learner_stub.streaming.source_progress import by_broker
 from headrace.learner_stub.streaming.stall_detector import StallDetector
 from headrace.learner_stub.streaming.update_size import UpdateSize
 from headrace.schemas.basics.bounds import TRAIN, Version
-from headrace.schemas.basics.printable import brief
+from headrace.schemas.basics.printable import brief, one_line
 from headrace.schemas.basics.stop_event import interrupt_held
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
@@ -246,6 +246,15 @@ class EpisodeStream:
             elif connection.now() - asked >= wait_s:
                 log.warning("the stream ends: no batch for batch_timeout_s = %g s", wait_s)
                 return
+
+    def __next__(self) -> ChunkBatch:
+        return next(iter(self))
+
+    def __repr__(self) -> str:
+        steps = sum(sum(broker.lag.counts) for broker in self._brokers)
+        state = f"{self.workers} workers" if not (ended := self.ended) else f"ended: {ended}"
+        read = f"{steps:,} steps in {self.delivered:,} batches, lag {self.lag:.1f}"
+        return one_line(f"<EpisodeStream from {self.endpoint}: {read}, {state}>")
 
     def next(self, timeout_s: float) -> ChunkBatch | None:
         """Return the next batch, or None after `timeout_s` seconds without one."""

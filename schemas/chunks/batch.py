@@ -1,15 +1,15 @@
 """A batch of chunks in columns: samplers fill it, the wire carries it, learners read it.
 
-Each column holds the steps of all chunks, one chunk after another. `table` has one `CHUNK_TABLE` row for each chunk.
+Each array holds the rows of all chunks, one chunk after another. `table` has one `CHUNK_TABLE` row for each chunk.
 
-| column | rows of chunk i |
-|---|---|
-| step (actions, rewards, ...) | `offsets[i]:offsets[i+1]` |
-| observation ("obs...") | `obs_offsets[i]:obs_offsets[i+1]`: one more than steps, since a chunk has T+1 observations |
-| state ("state_in/...": a recurrent module's memory before the chunk's first step) | one, if the chunk has steps |
-| lookback ("lookback/...": see `LOOKBACK`) | as many as the chunk looks back |
+| of `ChunkBatch` | names in `arrays` | rows of chunk i |
+|---|---|---|
+| `columns` | "actions", "rewards", ... | `offsets[i]:offsets[i+1]`: one for each step |
+| `obs` | "obs", "obs/..." | `obs_offsets[i]:obs_offsets[i+1]`: one more, since a chunk has T+1 observations |
+| `state_in` | "state_in/..." | `state_offsets[i]`, if the chunk has steps |
+| `lookback` | "lookback/...": see `LOOKBACK` | `lookback_offsets[i]:lookback_offsets[i+1]` |
 
-On the wire (`wire.py`) the columns are the message's arrays. The table is the array `_table`, `_infos` is JSON, and
+On the wire (`wire.py`) `arrays` are the message's arrays. The table is the array `_table`, `_infos` is JSON, and
 `_connectors/...` holds what the connectors learnt.
 """
 
@@ -51,8 +51,10 @@ from headrace.schemas.chunks.chunk import (
     EpisodeChunk,
     Lookback,
     format_episode_id,
+    map_arrays,
+    shapes_in_words,
 )
-from headrace.schemas.chunks.episodes import Episodes, episodes_of
+from headrace.schemas.chunks.episodes import Episodes, episodes_of, ranges
 from headrace.schemas.chunks.spaces import Space, nest
 from headrace.schemas.chunks.task import Task, TaskJson
 from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
@@ -87,6 +89,33 @@ def is_obs_column(name: str) -> bool:
     Observation columns have T+1 rows for each chunk. Step columns have T.
     """
     return name == "obs" or name.startswith("obs/")
+
+
+class StepColumns(Mapping[str, Any]):
+    """Arrays with one row for each step, by name. The error for another array names the attribute that has it."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self._columns = columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __repr__(self) -> str:
+        return shapes_in_words(self._columns)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._columns:
+            return self._columns[name]
+        if is_obs_column(name):
+            own = "batch.obs with batch.obs_offsets (each chunk has one row more than steps)"
+            raise KeyError(f"{name!r} is no column of steps; read batch.transitions().obs, or {own}")
+        for prefix, at in ((STATE_IN, "state"), (LOOKBACK, "lookback")):
+            if name.startswith(prefix):
+                raise KeyError(f"{name!r} is no column of steps; read batch.{prefix[:-1]} with batch.{at}_offsets")
+        raise KeyError(name)
 
 
 class BatchCounts(BaseModel):
@@ -144,13 +173,14 @@ class BatchHeader(BatchCounts):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ChunkBatch(Sequence[EpisodeChunk]):
-    """Several chunks. Iterate over them as `EpisodeChunk`, or read `columns` with `offsets` and `obs_offsets`.
+    """Several chunks. Read `transitions()`, iterate over them as `EpisodeChunk`, or read `columns` with `offsets`.
 
-    `order` is the order in which chunks are iterated; None is that of the columns.
+    Chunk i has the rows `offsets[i]:offsets[i+1]`.
     """
 
     table: NDArray[np.void]
-    columns: dict[str, NDArray[Any]]
+    arrays: dict[str, NDArray[Any]]
+    """All arrays by their names on the wire, of several lengths: see `columns`, `obs`, `state_in` and `lookback`."""
     observation_space: Space
     action_space: Space
     agents: Sequence[str] = (DEFAULT_AGENT,)
@@ -162,7 +192,6 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     seq: int = 0
     learner_epoch: int = 0
     weights_digest: str = ""
-    order: NDArray[np.intp] | None = None
     connector_update: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """The changes of this module's connectors since its last batch, by name: "env_to_module/0.MeanStd/obs/count". It
     is delivered exactly as often as the batch, and lost with it.
@@ -171,30 +200,51 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     """Newest weights version (learner_epoch, seq) published when the batch was handed out, from which `lag` counts."""
     tasks: Sequence[Task] = ()
     task_of: NDArray[np.int32] | None = None
-    """For each chunk, in column order: its task's index in `tasks` + 1, or 0. None if no chunk has a task."""
+    """For each chunk: its task's index in `tasks` + 1, or 0. None if no chunk has a task."""
+
+    @cached_property
+    def columns(self) -> StepColumns:
+        """Return the arrays with one row for each step, by name: actions, rewards, weights_seq, logp, ..."""
+        others = (STATE_IN, LOOKBACK)
+        return StepColumns({n: a for n, a in self.arrays.items() if not is_obs_column(n) and not n.startswith(others)})
+
+    @cached_property
+    def obs(self) -> Any:
+        """Return each chunk's T+1 observations, at `obs_offsets`, in the nesting of the observation space."""
+        return nest(self.observation_space, self.arrays, "obs")
+
+    @cached_property
+    def state_in(self) -> dict[str, NDArray[Any]]:
+        """Return a recurrent module's memory before each chunk's first step, by name, at `state_offsets`."""
+        return without_prefix(STATE_IN, self.arrays)
+
+    @cached_property
+    def lookback(self) -> dict[str, NDArray[Any]]:
+        """Return the steps before each chunk, by column name ("obs" too), at `lookback_offsets`."""
+        return without_prefix(LOOKBACK, self.arrays)
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
-        """Return where each chunk's steps begin in a step column: int64 (chunks + 1,)."""
+        """Return where each chunk's steps begin in `columns`: int64 (chunks + 1,)."""
         return _running(self.table["length"])
 
     @cached_property
     def obs_offsets(self) -> NDArray[np.int64]:
-        """Return where each chunk's observations begin in an observation column: int64 (chunks + 1,)."""
+        """Return where each chunk's observations begin in `obs`: int64 (chunks + 1,)."""
         return self.offsets + self.state_offsets
 
     @cached_property
     def state_offsets(self) -> NDArray[np.int64]:
-        """Return where each chunk's row begins in a state column: int64 (chunks + 1,). An end marker has no row."""
+        """Return where each chunk's row begins in `state_in`: int64 (chunks + 1,). An end marker has no row."""
         return _running(self.table["length"] > 0)
 
     @cached_property
     def lookback_offsets(self) -> NDArray[np.int64]:
-        """Return where each chunk's rows begin in a lookback column: int64 (chunks + 1,)."""
+        """Return where each chunk's rows begin in `lookback`: int64 (chunks + 1,)."""
         return _running(self.table["lookback"])
 
     def offsets_of(self, name: str) -> NDArray[np.int64]:
-        """Return where each chunk's rows begin in the column `name`: int64 (chunks + 1,)."""
+        """Return where each chunk's rows begin in `arrays[name]`: int64 (chunks + 1,)."""
         if is_obs_column(name):
             return self.obs_offsets
         if name.startswith(LOOKBACK):
@@ -220,17 +270,17 @@ class ChunkBatch(Sequence[EpisodeChunk]):
         epoch, seq = self.newest
         if self.learner_epoch != epoch:
             return np.full(self.steps, seq, np.int64)
-        behind: NDArray[np.int64] = np.maximum(seq - self.columns["weights_seq"], 0)
+        behind: NDArray[np.int64] = np.maximum(seq - self.arrays["weights_seq"], 0)
         return behind
 
     @property
     def nbytes(self) -> int:
         """Return the number of bytes of all arrays together."""
-        return self.table.nbytes + sum(column.nbytes for column in self.columns.values())
+        return self.table.nbytes + sum(column.nbytes for column in self.arrays.values())
 
     def __repr__(self) -> str:
         of = f"slot {self.slot}, incarnation {self.incarnation}, seq {self.seq}, {', '.join(self.modules):.80}"
-        return f"<ChunkBatch of {self.steps} steps in {len(self)} chunks: {of}; columns {', '.join(self.columns):.200}>"
+        return f"<ChunkBatch of {self.steps} steps in {len(self)} chunks: {of}; {shapes_in_words(self.arrays)}>"
 
     def __len__(self) -> int:
         return len(self.table)
@@ -244,8 +294,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"chunk {index} of {len(self)}")
-        index %= len(self)
-        return self._chunk(int(self.order[index]) if self.order is not None else index)
+        return self._chunk(index % len(self))
 
     def __iter__(self) -> Iterator[EpisodeChunk]:
         return (self[i] for i in range(len(self)))
@@ -254,15 +303,14 @@ class ChunkBatch(Sequence[EpisodeChunk]):
         row = self.table[i]
         steps = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         rows = slice(int(self.obs_offsets[i]), int(self.obs_offsets[i + 1]))
-        columns, states, _ = self._apart
-        views = {n: c[rows] if is_obs_column(n) else c[steps] for n, c in columns.items()}
+        views = {n: c[steps] for n, c in self.columns.items()}
         t_start, length = int(row["t_start"]), int(row["length"])
         env_t, task = views.get("env_t"), 0 if self.task_of is None else int(self.task_of[i])
         return EpisodeChunk(
             episode_id=format_episode_id(int(row["id_high"]), int(row["id_low"])),
             chunk_index=int(row["chunk_index"]),
             t_start=t_start,
-            obs=nest(self.observation_space, views, "obs"),
+            obs=map_arrays(lambda array: array[rows], self.obs),
             actions=nest(self.action_space, views, "actions"),
             rewards=views["rewards"],
             weights_seq=views["weights_seq"],
@@ -271,7 +319,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             end_reason=self.reasons[int(row["reason"])] or None,
             columns=_further(views),
             infos=self._chunk_infos(i, length),
-            state_in={n: c[self.state_offsets[i]] for n, c in states.items()} if length else {},
+            state_in={n: c[self.state_offsets[i]] for n, c in self.state_in.items()} if length else {},
             lookback=self._lookback(i, t_start),
             agent_id=self.agents[int(row["agent"])],
             module_id=self.modules[int(row["module"])],
@@ -289,29 +337,19 @@ class ChunkBatch(Sequence[EpisodeChunk]):
         )
 
     def _lookback(self, i: int, t_start: int) -> Lookback | None:
-        _, _, columns = self._apart
-        rows = slice(int(self.lookback_offsets[i]), int(self.lookback_offsets[i + 1])) if columns else slice(0, 0)
-        if rows.start == rows.stop:
+        start, stop = (int(self.lookback_offsets[at]) for at in (i, i + 1)) if self.lookback else (0, 0)
+        if start == stop:
             return None
-        views = {name: column[rows] for name, column in columns.items()}
+        views = {name: column[start:stop] for name, column in self.lookback.items()}
         env_t = views.get("env_t")
         return Lookback(
             obs=nest(self.observation_space, views, "obs"),
             actions=nest(self.action_space, views, "actions"),
             rewards=views["rewards"],
             weights_seq=views["weights_seq"],
-            env_t=np.arange(t_start - rows.stop + rows.start, t_start) if env_t is None else env_t,
+            env_t=np.arange(t_start - stop + start, t_start) if env_t is None else env_t,
             columns=_further(views),
         )
-
-    @cached_property
-    def _apart(self) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-        """Return step and observation columns, state columns, and lookback columns; the last two without prefixes."""
-        kinds: dict[str, dict[str, NDArray[Any]]] = {STATE_IN: {}, LOOKBACK: {}, "": {}}
-        for name, column in self.columns.items():
-            prefix = next(prefix for prefix in kinds if name.startswith(prefix))
-            kinds[prefix][name.removeprefix(prefix)] = column
-        return kinds[""], kinds[STATE_IN], kinds[LOOKBACK]
 
     def _chunk_infos(self, i: int, length: int) -> list[dict[str, Any]]:
         sparse = self.infos.get(i)
@@ -329,21 +367,30 @@ class ChunkBatch(Sequence[EpisodeChunk]):
         """Return copies of the chunks side by side, time first, padded to the longest; see `TimeMajor`."""
         return time_major(self)
 
-    def select(self, keep: NDArray[np.bool_]) -> ChunkBatch:
-        """Return a copy with only the chunks where `keep` (bool, one for each chunk in column order) is true."""
+    def select(self, chunks: NDArray[np.bool_] | NDArray[np.intp]) -> ChunkBatch:
+        """Return a copy with these chunks alone, in the order of their indices, or where a bool for each is true."""
+        keep: NDArray[np.intp] = np.flatnonzero(chunks) if chunks.dtype == np.bool_ else chunks.astype(np.intp)
         table = self.table[keep]
         used, table["agent"] = np.unique(table["agent"], return_inverse=True)
         return replace(
             self,
             table=table,
             agents=[self.agents[i] for i in used.tolist()] or self.agents,
-            columns={n: c[np.repeat(keep, np.diff(self.offsets_of(n)))] for n, c in self.columns.items()},
-            infos={new: self.infos[old] for new, old in enumerate(np.flatnonzero(keep).tolist()) if old in self.infos},
-            order=None,
+            arrays={name: array[self._rows_of(name, keep)] for name, array in self.arrays.items()},
+            infos={new: self.infos[old] for new, old in enumerate(keep.tolist()) if old in self.infos},
             **self._tasks_of(keep),
         )
 
-    def _tasks_of(self, keep: NDArray[np.bool_]) -> dict[str, Any]:
+    def _rows_of(self, name: str, chunks: NDArray[np.intp]) -> NDArray[np.int64]:
+        offsets = self.offsets_of(name)
+        return ranges(offsets[chunks], np.diff(offsets)[chunks])
+
+    def finished_first(self) -> ChunkBatch:
+        """Return the batch with the chunks of finished episodes before the others: itself if it is so, or a copy."""
+        done = (self.table["end"] == ChunkEnd.TERMINATED) | (self.table["end"] == ChunkEnd.TRUNCATED)
+        return self if done[: np.count_nonzero(done)].all() else self.select(np.argsort(~done, kind="stable"))
+
+    def _tasks_of(self, keep: NDArray[np.intp]) -> dict[str, Any]:
         if self.task_of is None:
             return {}
         used, numbers = np.unique(np.append(0, self.task_of[keep]), return_inverse=True)
@@ -359,17 +406,19 @@ class ChunkBatch(Sequence[EpisodeChunk]):
 
     def emptied(self) -> ChunkBatch:
         """Return the batch without chunks. Its arrays are new: even a view of no rows would keep the whole message."""
-        columns = {name: np.empty((0, *column.shape[1:]), column.dtype) for name, column in self.columns.items()}
-        bare: dict[str, Any] = {"infos": {}, "order": None, "connector_update": {}, "tasks": (), "task_of": None}
-        return replace(self, table=np.empty(0, CHUNK_TABLE), columns=columns, seq=0, **bare)
+        arrays = {name: np.empty((0, *array.shape[1:]), array.dtype) for name, array in self.arrays.items()}
+        bare: dict[str, Any] = {"infos": {}, "connector_update": {}, "tasks": (), "task_of": None}
+        return replace(self, table=np.empty(0, CHUNK_TABLE), arrays=arrays, seq=0, **bare)
 
     def halves(self) -> list[ChunkBatch]:
-        """Split the batch in two, in column order; each half has its own infos.
-
-        The first half keeps what the connectors learnt.
-        """
+        """Split the batch in two; each half has its own infos. The first half keeps what the connectors learnt."""
         first = np.arange(len(self)) < len(self) // 2
         return [self.select(first), replace(self.select(~first), connector_update={})]
+
+
+def without_prefix(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Return the arrays whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def _further(views: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
@@ -392,9 +441,9 @@ def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = F
     The header's tasks are those of the batch. Raises `EncodeError` as `encode` does, and for infos that are not JSON.
     Raises `InfosTooLargeError` for too many bytes of infos, names of agents or tasks.
     """
-    if reserved := [name for name in batch.columns if name.startswith("_")]:
+    if reserved := [name for name in batch.arrays if name.startswith("_")]:
         raise EncodeError(f"column {reserved[0]!r}: names that begin with an underscore are the codec's own")
-    arrays: dict[str, NDArray[Any]] = {"_table": batch.table.view(np.uint8), **batch.columns}
+    arrays: dict[str, NDArray[Any]] = {"_table": batch.table.view(np.uint8), **batch.arrays}
     if batch.infos:
         arrays["_infos"] = np.frombuffer(_dump_infos(batch.infos), np.uint8)
     for name, array in batch.connector_update.items():

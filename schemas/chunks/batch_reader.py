@@ -18,6 +18,7 @@ from headrace.schemas.chunks.batch import (
     Infos,
     belongs_to_space,
     is_obs_column,
+    without_prefix,
 )
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, LOOKBACK, ChunkEnd
 from headrace.schemas.chunks.spaces import Space, column_dtype, leaf_shape, leaves
@@ -78,7 +79,7 @@ class BatchReader:
             raise DecodeError("bad_tasks", f"{what}, for {len(table)} chunks")
         batch = ChunkBatch(
             table=table,
-            columns=arrays,
+            arrays=arrays,
             observation_space=self._observation_space,
             action_space=self._action_space,
             agents=header.agents,
@@ -90,7 +91,7 @@ class BatchReader:
             seq=header.seq,
             learner_epoch=header.learner_epoch,
             weights_digest=header.weights_digest,
-            connector_update=_without_prefix(CONNECTOR_UPDATE, further) if further else {},
+            connector_update=without_prefix(CONNECTOR_UPDATE, further) if further else {},
             newest=newest,
             tasks=[Task(*told) for told in header.tasks],
             task_of=np.array(header.task_of, np.int32) if header.task_of else None,
@@ -107,7 +108,7 @@ class BatchReader:
 
     def _check_columns(self, batch: ChunkBatch, obs_rows: int) -> bool:
         """Raise `DecodeError` for a column that is missing, or not as it must be. Return whether one looks back."""
-        columns, steps, looks_back = batch.columns, batch.steps, False
+        columns, steps, looks_back = batch.arrays, batch.steps, False
         if missing := self._required.keys() - columns.keys():
             raise DecodeError("missing_column", f"column {min(missing)!r:.80} is missing")
         for name, column in columns.items():
@@ -126,10 +127,6 @@ class BatchReader:
                 seen = f"{column.dtype} rows of shape {shape[1:]}"
                 raise DecodeError("bad_column", f"column {name!r:.80} has {seen}, not {known[0]} of {known[1]}")
         return looks_back
-
-
-def _without_prefix(prefix: str, arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def _check_table(raw: NDArray[np.uint8], header: BatchHeader) -> bool:
@@ -158,10 +155,10 @@ def _check_lookback(batch: ChunkBatch) -> None:
 
     Raise it also for a chunk that looks back beyond the first step of its episode.
     """
-    table, back = batch.table, _without_prefix(LOOKBACK, batch.columns)
+    table, back = batch.table, batch.lookback
     if bool((table["lookback"] > np.where(table["length"], table["episode_length"] - table["length"], 0)).any()):
         raise DecodeError("bad_table", "a chunk looks back on more steps than lie before it")
-    own = {name: c for name, c in batch.columns.items() if not name.startswith((LOOKBACK, STATE_IN))}
+    own = {name: c for name, c in batch.arrays.items() if not name.startswith((LOOKBACK, STATE_IN))}
     if different := back.keys() ^ own.keys():
         raise DecodeError("bad_column", f"{min(different)!r:.80} has a column or lookback, but not both")
     for name, column in back.items():

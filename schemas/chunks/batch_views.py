@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunks.chunk import map_arrays
+from headrace.schemas.chunks.chunk import arrays_in_words, map_arrays
 from headrace.schemas.chunks.episodes import episodes_of
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ class Transitions:
     def __len__(self) -> int:
         return len(self.rewards)
 
+    def __repr__(self) -> str:
+        return arrays_in_words(self)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimeMajor:
@@ -72,6 +75,9 @@ class TimeMajor:
     chunk: NDArray[np.int64]
     state_in: dict[str, NDArray[Any]]
     columns: dict[str, NDArray[Any]]
+
+    def __repr__(self) -> str:
+        return arrays_in_words(self)
 
 
 def transitions(batch: ChunkBatch) -> Transitions:

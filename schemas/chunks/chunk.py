@@ -10,8 +10,8 @@ why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from itertools import pairwise
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.printable import one_line
 from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import ChunkError
 
@@ -88,6 +89,9 @@ class Lookback:
 
     def __len__(self) -> int:
         return len(self.rewards)
+
+    def __repr__(self) -> str:
+        return arrays_in_words(self)
 
 
 def format_episode_id(high: int, low: int) -> str:
@@ -253,6 +257,19 @@ def map_arrays(change: Callable[..., Any], *trees: Any) -> Any:
     if isinstance(first, tuple):
         return tuple(map_arrays(change, *parts) for parts in zip(*trees, strict=True))
     return change(*trees)
+
+
+def shapes_in_words(trees: Mapping[str, Any]) -> str:
+    """Return names and shapes of the arrays in `trees` of dicts and tuples: one line of at most 300 characters."""
+    named = (pair for name, tree in trees.items() for pair in _named_arrays(tree, name))
+    return one_line(", ".join(f"{name} {tuple(array.shape)}" for name, array in named))[:300]
+
+
+def arrays_in_words(view: Any) -> str:
+    """Return the names and shapes of the arrays of a dataclass, for its repr."""
+    return (
+        f"<{type(view).__name__}: {shapes_in_words({field.name: getattr(view, field.name) for field in fields(view)})}>"
+    )
 
 
 def _joined(parts: Sequence[Any]) -> Any:

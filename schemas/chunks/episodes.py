@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunks.chunk import LOOKBACK, ChunkEnd
+from headrace.schemas.chunks.chunk import LOOKBACK, ChunkEnd, arrays_in_words
 from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import ChunkError
 
@@ -53,6 +53,9 @@ class Episodes:
     def __len__(self) -> int:
         return len(self.rewards)
 
+    def __repr__(self) -> str:
+        return arrays_in_words(self)
+
 
 def episodes_of(batches: Sequence[ChunkBatch]) -> Episodes:
     """Return the steps of `batches` of one module, in the order given, and which chunk goes on where another is cut.
@@ -71,8 +74,8 @@ def episodes_of(batches: Sequence[ChunkBatch]) -> Episodes:
                 f"batches of the modules {first.modules[0]!r} and {batch.modules[0]!r}, of slots {first.slot} and "
                 f"{batch.slot}, cannot be joined; give batches of one module, with the same spaces"
             )
-    shared = [name for name in first.columns if all(name in batch.columns for batch in batches)]
-    columns = {name: _joined([batch.columns[name] for batch in batches]) for name in shared}
+    shared = [name for name in first.arrays if all(name in batch.arrays for batch in batches)]
+    columns = {name: _joined([batch.arrays[name] for batch in batches]) for name in shared}
     chunks = _joined([_with_steps(batch) for batch in batches])
     lengths = chunks["length"].astype(np.int64)
     offsets = np.concatenate(([0], np.cumsum(lengths)))

@@ -59,7 +59,7 @@ class SamplingSettings(ConfigSection):
     rollout_fragment_length: int = Field(default=64, ge=1)
     """env steps of each env in a fragment, when episodes may be cut"""
     episode_lookback_horizon: int = Field(default=0, ge=0)
-    """steps before its first that a chunk carries, in columns of their own; connectors and recurrent modules need none,
+    """steps before its first that a chunk carries, in arrays of their own; connectors and recurrent modules need none,
     and with 0 a cut copies nothing"""
     synchronous: bool = False
     """in a fleet: workers ship their share of an update with one version of the weights, and wait for the next one;

@@ -105,7 +105,7 @@ def of_fleet(arm: str, env: str, seed: int, steps: int) -> Run:
         own = with_own_logp(module, batch)
         if arm != "own" or not own.steps:
             return own
-        return replace(own, columns={**own.columns, "behaviour_logp": own.columns["logp"]})
+        return replace(own, arrays={**own.arrays, "behaviour_logp": own.columns["logp"]})
 
     vars(ppo).update(with_own_logp=seen, actor_critic=built, save_policy=lambda *_, **__: None)
     if arm == "synchronous":
@@ -210,7 +210,7 @@ def _own(module: Any, episodes: Episodes) -> Any:
         "values": values[told.step_rows],
         "next_values": values[told.step_rows + 1],
     }
-    return replace(told, columns=columns)
+    return replace(told, arrays=columns)
 
 
 def _length(ppo: ModuleType) -> int:

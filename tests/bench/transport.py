@@ -134,7 +134,7 @@ class Headrace:
         """Read each column of the next batch; return its number of chunks."""
         batch = self._stream.next(timeout_s=30.0)
         assert batch is not None, "no batch for 30 s"
-        for column in batch.columns.values():
+        for column in batch.arrays.values():
             column[-1]
         return len(batch)
 

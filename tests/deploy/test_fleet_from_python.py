@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,13 +71,24 @@ def test_a_stream_ends_at_once_with_its_fleet(tmp_path: Path) -> None:
     with fleet("CartPole-v1", run_dir=tmp_path / "run", settings={"fleet.until_steps": 500}) as run:
         stream, weights = run.stream(), run.weights()
         weights.publish(policy(stream.spaces()))
-        steps = sum(len(chunk) for batch in stream for chunk in batch)
+        steps = next(stream).steps
+        told = rf"<EpisodeStream from \S+: {steps:,} steps in 1 batches, lag \d\.\d, 2 workers>"
+        assert re.fullmatch(told, repr(stream))
+        assert re.fullmatch(rf"<RunningFleet in {tmp_path / 'run'}: running, page \S.*; {told}>", repr(run))
+        assert re.fullmatch(r"<WeightPublisher to \S+: version \(1, 1\), the broker has \(1, 1\)>", repr(weights))
+        steps += sum(len(chunk) for batch in stream for chunk in batch)
+        with pytest.raises(StopIteration):
+            next(stream)
         assert not run.is_running
+        assert repr(run).startswith(f"<RunningFleet in {tmp_path / 'run'}: ended; <EpisodeStream from ")
         assert stream.ended == f"the fleet in {tmp_path / 'run'} has ended"
         with pytest.raises(FleetError, match="has ended; start a new one"):
             run.stream()
     assert steps >= 500
     assert run.summary["goal_reached"] is True
+    assert repr(run) == f"<RunningFleet in {tmp_path / 'run'}: ended>"
+    for closed in (stream, weights):
+        assert "\n" not in repr(closed)
 
 
 def policy(spaces: object) -> dict[str, object]:

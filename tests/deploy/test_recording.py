@@ -100,7 +100,7 @@ def test_each_step_is_a_row_and_each_chunk_has_its_last_observation(tmp_path: Pa
     assert np.array_equal(np.reshape([f for f in finals if f], (3, 2, 3)), [chunk.obs["arm"][-1] for chunk in whole])
     for name in ("actions", "rewards", "logp", "weights_seq"):
         recorded = [row[name] for row in steps]
-        assert np.array_equal(recorded, np.concatenate([batch.columns[name] for batch in batches])), name
+        assert np.array_equal(recorded, np.concatenate([batch.arrays[name] for batch in batches])), name
     assert {(row["slot"], row["incarnation"], row["learner_epoch"]) for row in steps} == {(3, 2, 0)}
     assert [row["episode_id"] for row in chunks] == [chunk.episode_id for batch in batches for chunk in batch]
 
@@ -141,7 +141,7 @@ def test_modules_have_files_of_their_own_and_so_has_a_column_of_another_form(tmp
 
 def test_a_column_that_some_batches_lack_is_null_for_them(tmp_path: Path) -> None:
     random = make_batch(1, 2)
-    del random.columns["logp"]
+    del random.arrays["logp"]
     steps = rows_of(written(tmp_path, random, make_batch(2, 1), random), "steps")
     assert [row["logp"] is None for row in steps] == [True, True, False, True, True]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -96,7 +97,7 @@ def read(path: Path, **options: Any) -> list[ChunkBatch]:
 
 
 def without(batch: ChunkBatch, *names: str) -> ChunkBatch:
-    return replace(batch, columns={name: column for name, column in batch.columns.items() if name not in names})
+    return replace(batch, arrays={name: column for name, column in batch.arrays.items() if name not in names})
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -107,7 +108,11 @@ def test_a_batch_of_any_dtypes_and_shapes_comes_back_to_the_bit(
     batch = make_batch(1, (dtype, shape))
     (back,) = read(recorded(tmp_path, [batch]))
     assert contents(back) == contents(batch)
-    assert not any(column.flags.writeable for column in back.columns.values())
+    stream = EpisodeStream.of(tmp_path)
+    assert contents(next(stream)) == contents(batch)
+    assert next(stream, None) is None
+    assert re.fullmatch(r"<RecordedStream of \S+: 1 batches, at its end>", repr(stream))
+    assert not any(column.flags.writeable for column in back.arrays.values())
 
 
 @pytest.mark.parametrize("leaf", [("|u1", (80, 80, 4)), ("<f4", (5000,))], ids=str)

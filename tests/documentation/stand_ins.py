@@ -17,7 +17,7 @@ def train() -> Callable[..., None]:
     seen = []
 
     def train(module: Any, batch: Any) -> None:
-        assert batch.columns["obs"].shape[0] == batch.steps + len(batch)
+        assert batch.obs.shape[0] == batch.steps + len(batch)
         assert sum(map(len, batch)) == batch.steps
         seen.append(batch)
         if len(seen) == 3:

@@ -17,7 +17,7 @@ import xxhash
 
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.chunks.chunk import EpisodeChunk, to_episode
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.frames import wire
 
 _JSON = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
@@ -84,7 +84,7 @@ def batches_of(samples: Sequence[EpisodeChunk]) -> list[ChunkBatch]:
 def add_samples(fingerprint: Fingerprint, samples: Sequence[EpisodeChunk]) -> None:
     """Digest what one call sampled: its chunks in order, the batches below them, and their frames on the wire."""
     fingerprint.add("cuts", len(samples))
-    for chunk in samples:
+    for chunk in [samples[i] for i in finished_first(samples)] if isinstance(samples, ChunkBatch) else samples:
         _add_cut(fingerprint, chunk)
         add_steps(fingerprint, chunk)
         fingerprint.add("state_in", chunk.state_in)
@@ -93,6 +93,13 @@ def add_samples(fingerprint: Fingerprint, samples: Sequence[EpisodeChunk]) -> No
         _add_layout(fingerprint, batch)
         fingerprint.add("learnt", batch.connector_update)
         fingerprint.add("wire", [np.frombuffer(frame, np.uint8) for frame in _frames(batch)])
+
+
+def finished_first(batch: ChunkBatch) -> list[int]:
+    """Return the order of chunks by which those of finished episodes come first."""
+    done = np.isin(batch.table["end"], (ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED))
+    order: list[int] = np.argsort(~done, kind="stable").tolist()
+    return order
 
 
 def _add_cut(fingerprint: Fingerprint, chunk: EpisodeChunk) -> None:
@@ -127,10 +134,10 @@ def _lookback(chunk: EpisodeChunk) -> Any:
 
 
 def _add_layout(fingerprint: Fingerprint, batch: ChunkBatch) -> None:
-    order = None if batch.order is None else batch.order.tolist()
+    order = finished_first(batch)
     names = list(batch.agents), list(batch.modules), list(batch.reasons)
     spaces = batch.observation_space.model_dump(mode="json"), batch.action_space.model_dump(mode="json")
-    columns = [(name, column.dtype.str, list(column.shape)) for name, column in batch.columns.items()]
+    columns = [(name, column.dtype.str, list(column.shape)) for name, column in batch.arrays.items()]
     fingerprint.add("layout", [order, *names, *spaces, columns])
     fingerprint.add("layout", [batch.offsets, batch.obs_offsets, batch.state_offsets, batch.lookback_offsets])
     fingerprint.add("layout", [batch.slot, batch.incarnation, batch.seq, batch.learner_epoch, batch.weights_digest])

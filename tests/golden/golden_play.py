@@ -17,6 +17,7 @@ import numpy as np
 from fingerprints import Fingerprint, add_lives, add_samples, counters, finished, without_clocks
 
 from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
 from headrace.workers.envs import restarts
@@ -79,8 +80,9 @@ class Play:
         return self._add_samples(self.runner.sample_fragment(**settings), "fragment")
 
     def sample(self, **settings: Any) -> Sequence[EpisodeChunk]:
-        """Digest a sample."""
-        return self._add_samples(self.runner.sample(end_markers=True, **settings), "sample")
+        """Digest a sample, whose chunks stand as they were cut."""
+        with patch.object(ChunkBatch, "finished_first", lambda cut: cut):
+            return self._add_samples(self.runner.sample(end_markers=True, **settings), "sample")
 
     def cut_fragment(self) -> None:
         """Digest the fragment as it stands."""

@@ -89,7 +89,7 @@ def make_batch(
     columns |= {"logp": -np.arange(steps, dtype=np.float32), "logits": np.ones((steps, 2), np.float32)}
     return ChunkBatch(
         table=table,
-        columns=columns,
+        arrays=columns,
         observation_space=spaces[0],
         action_space=spaces[1],
         agents=("red", "blue"),
@@ -107,8 +107,8 @@ def make_batch(
 def make_recurrent_batch() -> ChunkBatch:
     """The same with two state columns: a row for each of its three chunks with steps, none for the end marker."""
     batch = make_batch(SPACES["box"])
-    batch.columns["state_in/h"] = np.arange(6, dtype=np.float32).reshape(3, 2)
-    batch.columns["state_in/age"] = np.array([7, 8, 9], np.int64)
+    batch.arrays["state_in/h"] = np.arange(6, dtype=np.float32).reshape(3, 2)
+    batch.arrays["state_in/age"] = np.array([7, 8, 9], np.int64)
     return batch
 
 
@@ -116,8 +116,8 @@ def make_lookback_batch() -> ChunkBatch:
     """The same with two chunks that look back, on three steps together."""
     batch = make_batch(SPACES["box"])
     batch.table["lookback"] = (0, 0, 2, 1)
-    steps = {name: column[:3] for name, column in batch.columns.items()}
-    batch.columns.update({f"lookback/{name}": column for name, column in steps.items()})
+    steps = {name: column[:3] for name, column in batch.arrays.items()}
+    batch.arrays.update({f"lookback/{name}": column for name, column in steps.items()})
     return batch
 
 

@@ -90,7 +90,7 @@ class Guessing:
         batch = _make_batch([1] * episodes, [ChunkEnd.TERMINATED] * episodes)
         rewards = (actions == context).astype(np.float64)
         batch.table["episode_return"] = rewards
-        batch.columns.update(obs=obs, actions=actions, rewards=rewards, logp=logp)
+        batch.arrays.update(obs=obs, actions=actions, rewards=rewards, logp=logp)
         return batch
 
 

@@ -97,6 +97,8 @@ def test_a_received_batch_gives_writable_arrays_and_tensors_without_a_warning() 
         tensors.rewards.add_(1.0)
         assert tensors.rewards.sum() == view.rewards.sum(), "no copy of a copy"
         assert torch.equal(tensors.obs, torch.from_numpy(view.obs))
+        assert repr(view).startswith(f"<{type(view).__name__}: obs {view.obs.shape}, actions {view.actions.shape}, ")
+        assert repr(tensors) == repr(view)
     columns = to_torch(batch)
     columns["rewards"] += 1.0
     np.testing.assert_array_equal(columns["rewards"].numpy(), batch.columns["rewards"] + 1.0)

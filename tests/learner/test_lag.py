@@ -18,8 +18,8 @@ from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS
 @pytest.mark.parametrize("newest", [9, 12, 200])
 def test_each_step_counts_in_the_bucket_of_its_lag(chosen_by: list[int], epoch: int, newest: int) -> None:
     batch = make_batch(SPACES["box"])
-    columns = {**batch.columns, "weights_seq": np.array(chosen_by)}
-    batch = replace(batch, columns=columns, learner_epoch=epoch, newest=(2, newest))
+    columns = {**batch.arrays, "weights_seq": np.array(chosen_by)}
+    batch = replace(batch, arrays=columns, learner_epoch=epoch, newest=(2, newest))
     monitor, counts = LagMonitor(None), [0] * LAG_BUCKETS
     monitor.observe(batch, update_steps=6)
     lags = [max(0, newest - seq) if epoch == 2 else newest for seq in chosen_by]

@@ -138,13 +138,13 @@ def test_a_learner_under_autocast_gets_float32(new_module: Callable[[], Any], ma
 def test_steps_that_no_policy_chose_are_left_out(new_module: Callable[[], Any], make_batch: MakeBatch) -> None:
     batch = make_batch([3, 2], [ChunkEnd.ONGOING, ChunkEnd.TERMINATED])
     random = make_batch([3], [ChunkEnd.ONGOING], flags=RANDOM_ACTIONS)
-    random.columns.pop("logp", None)
+    random.arrays.pop("logp", None)
     for none in (random, make_batch([0], [ChunkEnd.ABORTED])):
         own = with_own_logp(new_module(), none)
         assert own.steps == len(own.columns["logp"]) == 0
         advantages = gae(to_torch(own.episodes()), gamma=0.9, gae_lambda=0.8).advantages
         assert (advantages.shape, advantages.dtype) == ((0,), torch.float32)
-    logged = replace(batch, columns={**batch.columns, "off_policy": np.array([0, 1, 0, 0, 0], np.bool_)})
+    logged = replace(batch, arrays={**batch.arrays, "off_policy": np.array([0, 1, 0, 0, 0], np.bool_)})
     assert [len(chunk) for chunk in with_own_logp(new_module(), logged)] == [1, 1, 2]
 
 
@@ -160,7 +160,7 @@ def test_the_lookback_has_no_numbers_of_the_weights_that_acted() -> None:
 
 def test_steps_of_action_chunks_are_refused(make_batch: MakeBatch) -> None:
     batch = make_batch([3], [ChunkEnd.ONGOING])
-    batch = replace(batch, columns={**batch.columns, "action_chunk_step": np.zeros(batch.steps, np.int64)})
+    batch = replace(batch, arrays={**batch.arrays, "action_chunk_step": np.zeros(batch.steps, np.int64)})
     with pytest.raises(ModuleError, match="a module with action_chunk_size: its actions were chosen from earlier obs"):
         with_own_logp(Own(None), batch)
 
@@ -172,4 +172,4 @@ def test_a_module_that_cannot_say_is_named(make_batch: MakeBatch) -> None:
     module = Own(None)
     module.logp = lambda dist_inputs, actions: dist_inputs  # type: ignore[method-assign,assignment]
     with pytest.raises(ModuleError, match="one number a step"):
-        with_own_logp(module, replace(batch, columns={**batch.columns, "obs": np.zeros((4, 4), np.float32)}))
+        with_own_logp(module, replace(batch, arrays={**batch.arrays, "obs": np.zeros((4, 4), np.float32)}))

@@ -82,7 +82,7 @@ def test_each_step_is_matched_with_the_observation_it_was_taken_from(make_batch:
 
 def test_random_actions_are_not_trained_on_but_counted(make_batch: MakeBatch, new_module: NewModule) -> None:
     random = make_batch([8], [TERMINATED], flags=EXPLORE | RANDOM_ACTIONS)
-    del random.columns["logp"]
+    del random.arrays["logp"]
     ppo = PPO(new_module(), SETTINGS)
     before = {name: tensor.clone() for name, tensor in ppo.module.state_dict().items()}
     metrics = ppo.update([random])
@@ -96,7 +96,7 @@ def test_random_actions_are_not_trained_on_but_counted(make_batch: MakeBatch, ne
 
 def test_steps_without_logp_are_refused_with_advice(make_batch: MakeBatch) -> None:
     batch = make_batch([4], [ONGOING])
-    del batch.columns["logp"]
+    del batch.arrays["logp"]
     with pytest.raises(ModuleError, match=r"no column 'logp'.*sample with explore = true"):
         join([batch])
 
@@ -105,10 +105,10 @@ def test_nested_spaces_reach_the_module_as_they_are_nested(make_batch: MakeBatch
     observation = Dict(spaces={"near": Box(shape=(3,), dtype="<f4"), "which": Discrete(n=4)})
     action = Tuple(spaces=(Discrete(n=3), Box(shape=(2,), dtype="<f4")))
     plain = make_batch([6, 3], [TERMINATED, ONGOING])
-    columns = dict(plain.columns)
+    columns = dict(plain.arrays)
     columns |= {"obs/near": columns.pop("obs"), "obs/which": np.arange(11) % 4}
     columns |= {"actions/0": columns.pop("actions"), "actions/1": np.ones((9, 2), np.float32)}
-    batch = replace(plain, columns=columns, observation_space=observation, action_space=action)
+    batch = replace(plain, arrays=columns, observation_space=observation, action_space=action)
     module = build_module(ModuleSection(), Spaces(observation=observation, action=action))
     metrics = PPO(module, SETTINGS).update([batch])
     assert metrics["kl"] >= 0.0
@@ -127,7 +127,7 @@ def test_ppo_learns_to_guess(guessing: Any, new_module: NewModule) -> None:
 
 def test_the_ratio_is_taken_against_the_stored_log_probs(make_batch: MakeBatch) -> None:
     batch = make_batch([64], [ONGOING])
-    batch.columns["logp"] -= 1.0  # the sampler found every action e times less likely than the module does
+    batch.arrays["logp"] -= 1.0  # the sampler found every action e times less likely than the module does
     metrics = PPO(ConstantValue(), LearnerSection(epochs=1)).update([batch])
     assert metrics["behaviour_kl"] == pytest.approx(-1.0, abs=1e-5)
     assert metrics["clip_fraction"] == 1.0

@@ -21,7 +21,7 @@ LOGGED = [0, 1, 0, 0, 1, 1, 1, 0, 0, 1, 0]
 def with_logged(batch: ChunkBatch, **columns: np.ndarray) -> ChunkBatch:
     logged = np.array(LOGGED, np.bool_)
     logp = np.where(logged, np.nan, batch.columns["logp"]).astype(np.float32)
-    return replace(batch, columns={**batch.columns, "off_policy": logged, "logp": logp, **columns})
+    return replace(batch, arrays={**batch.arrays, "off_policy": logged, "logp": logp, **columns})
 
 
 def test_a_chunk_is_split_around_logged_actions(make_batch: MakeBatch) -> None:
@@ -36,7 +36,7 @@ def test_a_chunk_is_split_around_logged_actions(make_batch: MakeBatch) -> None:
         assert run.rewards.tolist() == whole[chunk].rewards[start:stop].tolist()
         assert run.t_start == whole[chunk].t_start + start
     assert [run.end for run in runs] == [ChunkEnd.ONGOING] * 3 + [ChunkEnd.TRUNCATED]
-    nothing_logged = replace(batch, columns={**batch.columns, "off_policy": np.zeros(11, np.bool_)})
+    nothing_logged = replace(batch, arrays={**batch.arrays, "off_policy": np.zeros(11, np.bool_)})
     assert on_policy(nothing_logged) is nothing_logged
 
 
@@ -56,7 +56,7 @@ def test_a_recurrent_chunk_keeps_only_the_run_at_its_beginning(make_batch: MakeB
 @pytest.mark.parametrize("logp", [np.nan, -5.0])
 def test_the_ratio_of_a_logged_action_is_never_taken(make_batch: MakeBatch, logp: float) -> None:
     batch = with_logged(make_batch([5, 2, 4], ENDS))
-    batch = replace(batch, columns={**batch.columns, "logp": np.where(LOGGED, logp, batch.columns["logp"])})
+    batch = replace(batch, arrays={**batch.arrays, "logp": np.where(LOGGED, logp, batch.columns["logp"])})
     rollout = join([batch])
     assert rollout is not None
     assert len(rollout) == 6

@@ -71,7 +71,7 @@ class Recording:
 
 def _one_step_each(make_batch: MakeBatch) -> ChunkBatch:
     batch = make_batch([1] * STEPS, [ChunkEnd.TERMINATED] * STEPS)  # whose returns are their rewards
-    batch.columns["obs"][:] = np.repeat(np.arange(STEPS), 2)[:, None]
+    batch.arrays["obs"][:] = np.repeat(np.arange(STEPS), 2)[:, None]
     batch.columns["rewards"][:] = REWARDS
     batch.columns["logp"][:] = -1.0 - np.log(RATIOS)
     return batch

@@ -147,6 +147,6 @@ def test_a_recurrent_module_refuses_batches_without_state_in(make_batch: MakeBat
 
 def test_batches_whose_columns_differ_are_refused_by_slot(make_batch: MakeBatch) -> None:
     plain, other = (make_batch([4], [ChunkEnd.ONGOING]) for _ in range(2))
-    other.columns["state_in/h"] = np.zeros((1, 2), np.float32)
+    other.arrays["state_in/h"] = np.zeros((1, 2), np.float32)
     with pytest.raises(ModuleError, match=r"slots 0 and 0 only one has the columns \['state_in/h'\]"):
         join([plain, other])

@@ -145,12 +145,8 @@ def _arrays(pair: Any) -> tuple[Array, Array]:
 
 def by_step(batches: Sequence[ChunkBatch], found: Returns) -> dict[tuple[str, int], tuple[float, float]]:
     """(episode, env step) -> (advantage, target), so that order does not matter."""
-    steps = [(c.episode_id, int(t)) for batch in batches for c in _in_columns(batch) for t in c.env_t]
+    steps = [(c.episode_id, int(t)) for batch in batches for c in batch for t in c.env_t]
     return dict(zip(steps, zip(found.advantages.tolist(), found.targets.tolist(), strict=True), strict=True))
-
-
-def _in_columns(batch: ChunkBatch) -> list[EpisodeChunk]:
-    return list(replace(batch, order=None))
 
 
 def assert_equal_to(
@@ -216,8 +212,8 @@ def test_v_trace_of_fresh_data_is_gae(batches: list[ChunkBatch]) -> None:
 def test_a_logged_action_teaches_nothing_and_ends_the_trace(make_batch: MakeBatch) -> None:
     batch = make_batch([4], [ChunkEnd.TERMINATED])
     logged = np.array([False, False, True, False])
-    columns = {**batch.columns, "off_policy": logged, "logp": np.where(logged, np.nan, batch.columns["logp"])}
-    episodes = replace(batch, columns=columns).episodes()
+    columns = {**batch.arrays, "off_policy": logged, "logp": np.where(logged, np.nan, batch.columns["logp"])}
+    episodes = replace(batch, arrays=columns).episodes()
     values = np.arange(5.0)
     found = vtrace(episodes, values, batch.columns["logp"], gamma=GAMMA)
     assert (found.advantages[2], found.targets[2]) == (0.0, values[2])
@@ -241,10 +237,10 @@ def test_a_chunk_goes_on_only_in_the_rest_of_its_own_agents_open_episode(make_ba
 def test_episodes_of_one_batch_are_its_own_arrays(batches: list[ChunkBatch]) -> None:
     batch = next(batch for batch in batches if any(not len(chunk) for chunk in batch))
     episodes = batch.episodes()
-    assert episodes.obs is batch.columns["obs"]
+    assert episodes.obs is batch.arrays["obs"]
     assert episodes.rewards is batch.columns["rewards"]
     assert episodes.columns["logp"] is batch.columns["logp"]
-    chunks = [chunk for chunk in _in_columns(batch) if len(chunk)]
+    chunks = [chunk for chunk in batch if len(chunk)]
     np.testing.assert_array_equal(episodes.obs[episodes.step_rows], np.concatenate([c.obs[:-1] for c in chunks]))
     np.testing.assert_array_equal(episodes.obs[episodes.last_rows], np.stack([c.obs[-1] for c in chunks]))
     assert np.diff(episodes.offsets).tolist() == [len(chunk) for chunk in chunks]
@@ -278,7 +274,7 @@ def test_what_does_not_fit_is_named(make_batch: MakeBatch) -> None:
         gae(episodes, np.zeros(5), gamma=GAMMA, gae_lambda=LAMBDA)
     with pytest.raises(ModuleError, match=r"logp has shape \(7,\), not \(5,\)"):
         vtrace(episodes, np.zeros(7), np.zeros(7), gamma=GAMMA)
-    del batch.columns["logp"]
+    del batch.arrays["logp"]
     with pytest.raises(ModuleError, match="no column 'logp', which V-trace needs"):
         vtrace(batch.episodes(), np.zeros(7), np.zeros(5), gamma=GAMMA)
     with pytest.raises(ChunkError, match="no batch was given"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,12 +72,12 @@ def test_each_chunk_is_an_episode_with_its_end_and_its_columns(rllib: Any, make_
         np.testing.assert_array_equal(episode.get_extra_model_outputs("action_logp"), chunk.columns["logp"])
         assert set(episode.get_extra_model_outputs("weights_seq_no").tolist()) == {7}
         episode.get_observations()[:] = 0.0  # its own memory
-    assert np.abs(batch.columns["obs"]).min() > 0
+    assert np.abs(batch.arrays["obs"]).min() > 0
 
 
 def test_episodes_stand_in_the_order_of_the_batch_and_share_no_row(rllib: Any, make_batch: MakeBatch) -> None:
     batch = make_batch([3, 0, 2, 4], [ChunkEnd.ONGOING, ChunkEnd.ABORTED, ChunkEnd.ONGOING, ChunkEnd.ONGOING])
-    batch = replace(batch, order=np.array([3, 1, 0, 2]))
+    batch = batch.select(np.array([3, 1, 0, 2]))
     episodes = to_episodes(batch)
     assert [len(episode) for episode in episodes] == [4, 3, 2]
     for episode in episodes:

@@ -79,9 +79,9 @@ def test_the_learner_gets_the_same_batches_in_fewer_bytes(
     assert plainly[1] > plainly[0], "messages have headers too"
     assert packedly[1] < 0.8 * packedly[0]
     for one, other, third in zip(plain, packed, own, strict=True):
-        assert one.columns.keys() == other.columns.keys()
-        for name, column in one.columns.items():
-            assert column.tobytes() == other.columns[name].tobytes() == third.columns[name].tobytes(), name
+        assert one.arrays.keys() == other.arrays.keys()
+        for name, column in one.arrays.items():
+            assert column.tobytes() == other.arrays[name].tobytes() == third.arrays[name].tobytes(), name
 
 
 def test_the_broker_unpacks_batches_for_a_learner_without_lz4(
@@ -168,4 +168,4 @@ def check_all_arrive(stream: EpisodeStream, batches: list[ChunkBatch]) -> None:
         arrived = stream.next(TIMEOUT_S)
         assert arrived is not None
         assert np.array_equal(arrived.columns["pixels"], batch.columns["pixels"])
-        assert np.array_equal(arrived.columns["obs"], batch.columns["obs"])
+        assert np.array_equal(arrived.arrays["obs"], batch.arrays["obs"])

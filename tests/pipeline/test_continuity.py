@@ -58,7 +58,7 @@ def test_markers_name_the_reason_and_continue_the_count() -> None:
     (marker,) = markers
     assert (marker.end, marker.end_reason, len(marker)) == (ChunkEnd.ABORTED, "worker_killed", 0)
     assert (marker.episode_id, marker.chunk_index, marker.t_start) == (first[0].episode_id, 1, 5)
-    assert markers.columns.keys() == first.columns.keys()
+    assert markers.arrays.keys() == first.arrays.keys()
 
 
 def test_a_source_without_batches_ends_without_markers() -> None:

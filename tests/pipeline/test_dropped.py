@@ -63,8 +63,8 @@ lost = stream.next({TIMEOUT_S})
 Cycle(publisher); del publisher; {drop}; collect()
 stream = EpisodeStream(where)
 print(stream.epoch)
-got = [stream.next({TIMEOUT_S}).columns["obs"].tobytes() for _ in range({len(batches) - 1})]
-print(got[0] == lost.columns["obs"].tobytes())
+got = [stream.next({TIMEOUT_S}).arrays["obs"].tobytes() for _ in range({len(batches) - 1})]
+print(got[0] == lost.arrays["obs"].tobytes())
 stream.commit()
 stream.next(0.0)
 """

@@ -55,7 +55,7 @@ def test_a_recorder_and_the_learner_of_one_process_read_the_same_batches(
         seen = record.next(TIMEOUT_S)
         assert seen is not None
         by_recorder.see(seen)
-        assert seen.columns["obs"].tobytes() == batch.columns["obs"].tobytes()
+        assert seen.arrays["obs"].tobytes() == batch.arrays["obs"].tobytes()
     assert by_recorder.by_source == by_learner.by_source
     assert feeder.session.window(), "the last batch is not committed"
     train.commit()

@@ -50,7 +50,7 @@ def test_chunks_kept_after_a_gap_have_correct_lookback_and_markers_have_none() -
     assert sifted.markers is not None
     assert not sifted.markers.table["lookback"].any()
     for rest in (sifted.batch, sifted.markers):
-        for name, column in rest.columns.items():
+        for name, column in rest.arrays.items():
             assert len(column) == rest.offsets_of(name)[-1], name
         assert [chunk.lookback for chunk in rest if not len(chunk)] == [None] * int((rest.table["length"] == 0).sum())
     kept = batch.select(np.array([False, False, True, True]))

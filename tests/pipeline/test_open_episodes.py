@@ -114,7 +114,7 @@ def _die(feeder: Feeder, broker: BrokerThread) -> None:
 def _markers(stream: EpisodeStream) -> Left:
     batch = stream.next(TIMEOUT_S)
     assert batch is not None
-    assert batch.columns.keys() == {"obs", "actions", "rewards", "weights_seq"}
+    assert batch.arrays.keys() == {"obs", "actions", "rewards", "weights_seq"}
     assert {chunk.end_reason for chunk in batch} == {"worker_killed"}
     assert {chunk.agent_id for chunk in batch} == {"default_agent"}
     return {(chunk.episode_id, chunk.chunk_index, chunk.t_start) for chunk in batch}

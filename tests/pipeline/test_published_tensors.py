@@ -126,7 +126,7 @@ def test_a_worker_acts_with_the_bits_that_were_published(
     assert {name for name in given if not same_bits(own[name], given[name])} == set()
     steps = int(batch.table["length"][0])
     with torch.no_grad():
-        values = learnt.forward_train({"obs": torch.from_numpy(batch.columns["obs"][:steps].copy())})["values"]  # type: ignore[operator]
+        values = learnt.forward_train({"obs": torch.from_numpy(batch.arrays["obs"][:steps].copy())})["values"]  # type: ignore[operator]
     seen = batch.columns["values"][:steps]
     assert np.ptp(seen) > 0
     np.testing.assert_allclose(seen, values.float().numpy(), rtol=0.05, atol=0.05)
@@ -155,7 +155,7 @@ def test_a_recurrent_policy_acts_in_bfloat16(
         pytest.skip(f"torch {torch.__version__} on this processor: {error}")
     start_worker(dtype="bfloat16", kind="lstm")
     publisher.publish(build(CART_POLE, dtype="bfloat16", kind="lstm").state_dict())
-    columns = next_of(stream, 1).columns
+    columns = next_of(stream, 1).arrays
     assert {columns[name].dtype for name in ("logp", "values", "state_in/h")} == {np.dtype(np.float32)}
 
 
@@ -171,6 +171,22 @@ def test_nan_is_refused_in_any_dtype(dtype: str, publisher: WeightPublisher) -> 
     with pytest.raises(NotFiniteError, match=r"the weights are not finite: 1 of 3 values of 'w' are NaN or infinite"):
         publisher.publish({"w": weights})
     assert publisher.publish({"w": weights}, allow_non_finite=True) == 1
+
+
+def test_weights_that_are_not_finite_name_the_last_version_that_was_and_the_likely_cause(
+    publisher: WeightPublisher,
+) -> None:
+    with pytest.raises(
+        NotFiniteError, match=r"of 'w' are NaN or infinite; .* by the std\(\) of a minibatch of one step"
+    ):
+        publisher.publish({"w": torch.full((3,), torch.nan)})
+    publisher.publish({"w": torch.ones(3)})
+    publisher.publish({"w": torch.ones(3)})
+    with pytest.raises(NotFiniteError, match=r"infinite since version 2 was published; the cause may be too large a"):
+        publisher.publish({"w": torch.tensor([1.0, torch.inf, 1.0])})
+    publisher.publish({"w": torch.full((3,), torch.inf)}, allow_non_finite=True)
+    with pytest.raises(NotFiniteError, match=r"of 'w' are NaN or infinite; the cause"):
+        publisher.publish({"w": torch.full((3,), torch.inf)})
 
 
 @pytest.mark.parametrize("dtype", WITH_BITS)

@@ -130,7 +130,7 @@ def check_current(batch: ChunkBatch | None) -> ChunkBatch:
     assert batch is not None
     assert (batch.learner_epoch, set(batch.columns["weights_seq"].tolist())) == (1, {1})
     assert set(batch.columns["values"].tolist()) == {7.0}
-    np.testing.assert_array_equal(batch.columns["obs"], np.full_like(batch.columns["obs"], -10.0))
+    np.testing.assert_array_equal(batch.arrays["obs"], np.full_like(batch.arrays["obs"], -10.0))
     return batch
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden_samples import SPACES, encoded, header_of, make_batch
+from golden_samples import SPACES, encoded, header_of, make_batch, make_lookback_batch, make_recurrent_batch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.schemas.chunks.batch import ChunkBatch, encode_batch, is_obs_column
 from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Tuple
+from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Tuple, leaf_values
 from headrace.schemas.errors import DecodeError, EncodeError
 from headrace.schemas.frames.wire import ALLOWED_DTYPES, OWN_FRAME_BYTES
 from headrace.schemas.messages import SupervisorHello
@@ -83,7 +83,7 @@ def assert_same(a: Any, b: Any) -> None:
 @given(batch=batches())
 def test_every_batch_arrives_as_it_was_sent(batch: ChunkBatch) -> None:
     received = over_the_wire(batch)
-    assert_same(received.columns, batch.columns)
+    assert_same(received.arrays, batch.arrays)
     np.testing.assert_array_equal(received.table, batch.table)
     for sent, got in zip(batch, received, strict=True):
         for name in type(sent).__slots__:
@@ -123,29 +123,75 @@ def test_chunks_have_the_rows_and_table_values_of_their_batch() -> None:
     assert batch.obs_offsets.tolist() == [0, 4, 4, 7, 9]
 
 
+@pytest.mark.parametrize("batch", [*map(make_batch, SPACES.values()), make_recurrent_batch(), make_lookback_batch()])
+def test_every_column_has_one_row_for_each_step(batch: ChunkBatch) -> None:
+    assert {name: len(column) for name, column in batch.columns.items()} == dict.fromkeys(batch.columns, batch.steps)
+    assert {"rewards", "weights_seq", "env_t", "logp", "logits"} < batch.columns.keys()
+    observations = leaf_values(batch.observation_space, batch.obs)
+    assert {len(array) for array in observations} == {batch.obs_offsets[-1]} == {batch.steps + 3}
+    for i, chunk in enumerate(batch):
+        for name, column in chunk.columns.items():
+            np.testing.assert_array_equal(batch.columns[name][batch.offsets[i] : batch.offsets[i + 1]], column)
+    assert {len(array) for array in batch.state_in.values()} <= {batch.state_offsets[-1]}
+    assert {len(array) for array in batch.lookback.values()} <= {batch.lookback_offsets[-1]}
+    assert len(batch.columns) + len(observations) + len(batch.state_in) + len(batch.lookback) == len(batch.arrays)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("obs", r"batch\.transitions\(\)\.obs, or batch\.obs with batch\.obs_offsets"),
+        ("obs/arm", r"batch\.transitions\(\)\.obs, or batch\.obs with batch\.obs_offsets"),
+        ("state_in/h", r"batch\.state_in with batch\.state_offsets"),
+        ("lookback/obs", r"batch\.lookback with batch\.lookback_offsets"),
+        ("log_p", "log_p"),
+    ],
+)
+def test_an_array_of_another_length_is_no_column_and_says_where_it_is(name: str, where: str) -> None:
+    batch = make_lookback_batch()
+    with pytest.raises(KeyError, match=where):
+        batch.columns[name]
+    assert name not in batch.columns
+
+
 def test_a_batch_is_a_sequence() -> None:
     batch = make_batch(BOX)
     assert batch[-1].t_start == 300
     assert [chunk.t_start for chunk in batch[1:3]] == [100, 200]
     with pytest.raises(IndexError, match="chunk 4 of 4"):
         batch[4]
-    turned = replace(batch, order=np.array([3, 2, 1, 0]))
-    assert [chunk.t_start for chunk in turned] == [300, 200, 100, 0]
+
+
+def test_select_takes_chunks_in_any_order_with_their_rows_infos_and_tasks() -> None:
+    batch = make_lookback_batch()
+    batch = replace(batch, infos={0: {1: {"a": 1}}, 3: {0: {"b": 2}}})
+    turned = batch.select(np.array([3, 2, 1, 0]))
+    for a, b in zip(reversed(batch), turned, strict=True):
+        for name in type(a).__slots__:
+            if name != "lookback":
+                assert_same(getattr(a, name), getattr(b, name))
+    assert [chunk.lookback and len(chunk.lookback) for chunk in turned] == [1, 2, None, None]
+    for i, chunk in enumerate(turned):
+        np.testing.assert_array_equal(
+            turned.columns["rewards"][turned.offsets[i] : turned.offsets[i + 1]], chunk.rewards
+        )
+    assert [chunk.t_start for chunk in batch.finished_first()] == [0, 300, 100, 200]
+    assert turned.select(np.array([True, False, False, True])).finished_first() is not turned
 
 
 def test_columns_of_a_received_batch_are_views_of_its_frames() -> None:
     batch = make_batch((Box(shape=(OWN_FRAME_BYTES,), dtype="|u1"), Discrete(n=2)))
     frames = encoded(batch)
     _, received = decode_batch(frames, batch.observation_space, batch.action_space)
-    assert np.shares_memory(received.columns["obs"], batch.columns["obs"])
-    assert np.shares_memory(received[0].obs, batch.columns["obs"])
+    assert np.shares_memory(received.arrays["obs"], batch.arrays["obs"])
+    assert np.shares_memory(received[0].obs, batch.arrays["obs"])
     with pytest.raises(ValueError, match="read-only"):
         received[0].obs[0] = 1
 
 
 def test_steps_need_no_env_t_when_they_follow_one_another() -> None:
     batch = make_batch(BOX)
-    del batch.columns["env_t"]
+    del batch.arrays["env_t"]
     assert over_the_wire(batch)[2].env_t.tolist() == [200, 201]
 
 
@@ -160,7 +206,7 @@ def test_infos_may_hold_numpy_numbers_and_nothing_that_needs_code() -> None:
 
 def test_a_column_with_a_name_of_the_codec_is_refused() -> None:
     batch = make_batch(BOX)
-    batch.columns["_secret"] = np.zeros(6)
+    batch.arrays["_secret"] = np.zeros(6)
     with pytest.raises(EncodeError, match="_secret"):
         encoded(batch)
 
@@ -175,7 +221,7 @@ def _set(name: str, value: Any) -> Callable[[ChunkBatch], None]:
 
 def _column(name: str, value: Any) -> Callable[[ChunkBatch], None]:
     def change(batch: ChunkBatch) -> None:
-        batch.columns[name] = value
+        batch.arrays[name] = value
 
     change.__name__ = f"{name} of {value.dtype} and shape {value.shape}"
     return change
@@ -192,9 +238,9 @@ def _column(name: str, value: Any) -> Callable[[ChunkBatch], None]:
         (_set("t_start", -1), "bad_table"),
         (_set("t_start", 2**62), "bad_table"),
         (_set("episode_length", -1), "bad_table"),
-        (lambda batch: batch.columns.pop("rewards"), "missing_column"),
-        (lambda batch: batch.columns.pop("obs"), "missing_column"),
-        (lambda batch: batch.columns.pop("actions"), "missing_column"),
+        (lambda batch: batch.arrays.pop("rewards"), "missing_column"),
+        (lambda batch: batch.arrays.pop("obs"), "missing_column"),
+        (lambda batch: batch.arrays.pop("actions"), "missing_column"),
         (_column("rewards", np.zeros(5)), "bad_column"),
         (_column("rewards", np.zeros((6, 1))), "bad_column"),
         (_column("rewards", np.zeros(6, np.float32)), "bad_column"),
@@ -306,7 +352,7 @@ def test_connector_updates_travel_beside_the_columns() -> None:
     for name, array in update.items():
         np.testing.assert_array_equal(received.connector_update[name], array)
         assert received.connector_update[name].dtype == array.dtype
-    assert received.columns.keys() == batch.columns.keys()
+    assert received.arrays.keys() == batch.arrays.keys()
     assert over_the_wire(make_batch(BOX, [2], [ChunkEnd.ONGOING])).connector_update == {}
 
 
@@ -320,6 +366,9 @@ def test_connector_updates_must_be_numbers(array: Any) -> None:
 def test_a_batch_is_told_in_one_line() -> None:
     batch = replace(make_batch(BOX, [2, 0, 3], [ChunkEnd.ONGOING, ChunkEnd.ABORTED, ChunkEnd.TERMINATED], {}), slot=3)
     told = f"slot 3, incarnation {batch.incarnation}, seq {batch.seq}, {batch.modules[0]}"
-    assert repr(batch) == f"<ChunkBatch of 5 steps in 3 chunks: {told}; columns {', '.join(batch.columns)}>"
+    steps = "rewards (5,), weights_seq (5,), env_t (5,), logp (5,), logits (5, 2)"
+    assert repr(batch) == f"<ChunkBatch of 5 steps in 3 chunks: {told}; obs (7, 4), actions (5,), {steps}>"
+    assert repr(batch.columns) == f"actions (5,), {steps}"
     columns = {f"obs/{'x' * 50}\n{i}": np.zeros(0) for i in range(99)}
-    assert len(repr(replace(batch, columns=columns))) < 350
+    assert len(repr(replace(batch, arrays=columns))) < 450
+    assert "\n" not in repr(replace(batch, arrays=columns))

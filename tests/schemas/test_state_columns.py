@@ -41,7 +41,7 @@ def test_a_slice_has_state_only_if_it_starts_where_the_chunk_starts() -> None:
 @pytest.mark.parametrize("column", [np.zeros((4, 2)), np.zeros((6, 2)), np.zeros(()), np.zeros((0, 2))])
 def test_a_state_column_of_another_number_of_rows_is_refused(column: Any) -> None:
     batch = make_recurrent_batch()
-    batch.columns["state_in/h"] = column
+    batch.arrays["state_in/h"] = column
     with pytest.raises(DecodeError, match=r"state_in/h.*not 3 rows"):
         decode_batch(encoded(batch), *BOX)
 

@@ -174,5 +174,5 @@ def test_a_marker_of_an_episode_that_began_in_a_gap_has_the_task_of_its_chunk() 
 def test_runs_of_steps_that_a_policy_chose_keep_the_task_of_their_chunk() -> None:
     batch = batch_of([EASY, None, HARD], (4, 3, 1), [ChunkEnd.ONGOING] * 3)
     logged = np.array([False, True, False, False, True, True, True, False])
-    runs = chosen(replace(batch, columns={**batch.columns, OFF_POLICY: logged}))
+    runs = chosen(replace(batch, arrays={**batch.arrays, OFF_POLICY: logged}))
     assert tasks_in(runs) == [EASY, EASY, HARD]

@@ -51,7 +51,7 @@ def test_policy_columns_accept_the_runners_batch_and_name_an_absent_column(setti
         columns.check(batch)
         for name in columns.kinds:
             with pytest.raises(DecodeError, match=f"column '{name}' is absent"):
-                columns.check(replace(batch, columns={n: c for n, c in batch.columns.items() if n != name}))
+                columns.check(replace(batch, arrays={n: c for n, c in batch.arrays.items() if n != name}))
 
 
 def test_chunks_with_wrong_columns_are_refused_by_name_and_not_taken() -> None:
@@ -63,15 +63,15 @@ def test_chunks_with_wrong_columns_are_refused_by_name_and_not_taken() -> None:
             (right.astype(np.float64), "column 'logp' is float64 of .*, and float32 of"),
             (np.zeros((batch.steps, 2), np.float32), r"column 'logp' is float32 of \(2,\)"),
         ):
-            batch.columns["logp"] = wrong
+            batch.arrays["logp"] = wrong
             with refused("bad_request", match=words):
                 shipper.ship(batch, 1)
-        batch.columns["logp"] = right
-        batch.columns["mood"] = right
+        batch.arrays["logp"] = right
+        batch.arrays["mood"] = right
         with refused("bad_request", match=r"column 'mood' is float32 of .*, and absent in chunks of this"):
             shipper.ship(batch, 1)
         assert not there.chunks
-        del batch.columns["mood"]
+        del batch.arrays["mood"]
         shipper.ship(batch, 1)
         assert len(there.chunks) == len(batch)
         shipper.close()

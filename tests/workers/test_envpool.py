@@ -45,7 +45,7 @@ def test_the_seed_in_the_context_makes_an_envpool_repeatable() -> None:
         return _make(EnvContext({"seed": context.seed % 2**31}, num_envs=context.num_envs))  # type: ignore[operator]
 
     with runner(seeded, num_envs=3) as one, runner(seeded, num_envs=3) as again, runner(seeded, 1, num_envs=3) as other:
-        seen = [sampler.sample_fragment().columns["obs"].tobytes() for sampler in (one, again, other)]
+        seen = [sampler.sample_fragment().arrays["obs"].tobytes() for sampler in (one, again, other)]
     assert seen[0] == seen[1] != seen[2]
 
 

@@ -111,7 +111,7 @@ def test_without_a_horizon_there_is_no_lookback_column() -> None:
     with runner(Walk, num_envs=2) as sampler:
         for _ in range(2):
             batch: Any = sampler.sample(num_timesteps=8)
-            assert not any(name.startswith("lookback/") for name in batch.columns)
+            assert not any(name.startswith("lookback/") for name in batch.arrays)
             assert batch[0].lookback is None
 
 
@@ -127,8 +127,8 @@ def test_lookback_rows_stand_beside_their_observations() -> None:
         assert chunk[:1].lookback is chunk.lookback
         assert chunk[1:].lookback is None
         assert batch.offsets_of("lookback/logp").tolist() == [0, 3]
-        assert batch.select(np.array([True])).columns["lookback/rewards"].shape == (3,)
-        assert len(batch.select(np.array([False])).columns["lookback/obs"]) == 0
+        assert batch.select(np.array([True])).arrays["lookback/rewards"].shape == (3,)
+        assert len(batch.select(np.array([False])).arrays["lookback/obs"]) == 0
 
 
 def test_a_chunk_after_steps_of_other_columns_has_no_lookback() -> None:
@@ -147,19 +147,19 @@ def test_an_end_marker_has_no_lookback() -> None:
 
 
 def _without(batch: ChunkBatch) -> None:
-    del batch.columns["lookback/logp"]
+    del batch.arrays["lookback/logp"]
 
 
 def _another(batch: ChunkBatch) -> None:
-    batch.columns["lookback/more"] = batch.columns["lookback/logp"]
+    batch.arrays["lookback/more"] = batch.arrays["lookback/logp"]
 
 
 def _wider(batch: ChunkBatch) -> None:
-    batch.columns["lookback/obs"] = batch.columns["lookback/obs"][:, :1]
+    batch.arrays["lookback/obs"] = batch.arrays["lookback/obs"][:, :1]
 
 
 def _longer(batch: ChunkBatch) -> None:
-    batch.columns["lookback/obs"] = np.concatenate([batch.columns["lookback/obs"]] * 2)
+    batch.arrays["lookback/obs"] = np.concatenate([batch.arrays["lookback/obs"]] * 2)
 
 
 def _further_than_the_episode(batch: ChunkBatch) -> None:

@@ -133,7 +133,7 @@ def test_state_columns_have_no_row_for_end_markers_and_go_through_the_codec() ->
         assert isinstance(batch, ChunkBatch)
     assert [len(chunk) for chunk in batch][-2:] == [0, 0]
     decoded = over_the_wire(batch)
-    assert len(decoded.columns["state_in/age"]) == len(batch) - 2
+    assert len(decoded.arrays["state_in/age"]) == len(batch) - 2
     by_key = {(c.episode_id, c.chunk_index): c for c in decoded}
     for chunk in batch:
         other = by_key[chunk.episode_id, chunk.chunk_index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,23 @@ def test_finished_episodes_come_first() -> None:
     assert 0 < sum(done) < len(done)
 
 
+@pytest.mark.parametrize("horizon", [0, 2])
+def test_each_chunk_of_a_batch_stands_in_the_columns_at_its_offsets(horizon: int) -> None:
+    with runner(num_envs=3, env_config={"lengths": {0: 100, 1: 3, 2: 4}}, episode_lookback_horizon=horizon) as sampler:
+        for _ in range(3):
+            for batch in (sampler.sample(num_timesteps=18), sampler.sample_fragment()):
+                for i, chunk in enumerate(batch):
+                    steps = slice(batch.offsets[i], batch.offsets[i + 1])
+                    np.testing.assert_array_equal(batch.columns["rewards"][steps], chunk.rewards)
+                    np.testing.assert_array_equal(batch.columns["logp"][steps], chunk.columns["logp"])
+                    rows = slice(batch.obs_offsets[i], batch.obs_offsets[i + 1])
+                    np.testing.assert_array_equal(batch.obs[rows], chunk.obs)
+                    before = slice(batch.lookback_offsets[i], batch.lookback_offsets[i + 1])
+                    if chunk.lookback is not None:
+                        np.testing.assert_array_equal(batch.lookback["obs"][before], chunk.lookback.obs)
+                np.testing.assert_array_equal(batch.transitions().rewards, np.concatenate([c.rewards for c in batch]))
+
+
 @pytest.mark.parametrize("num_envs", [1, 4])
 def test_num_episodes_gives_whole_episodes_only(num_envs: int) -> None:
     with runner(num_envs=num_envs, env_config={"lengths": {0: 3, 1: 4, 2: 7, 3: 50}}) as sampler:
@@ -31,6 +49,13 @@ def test_num_episodes_gives_whole_episodes_only(num_envs: int) -> None:
             assert m <= len(chunks) <= m + num_envs - 1
             assert all(c.is_done and c.t_start == 0 and c.chunk_index == 0 for c in chunks)
             check_books(sampler)
+
+
+def test_a_runner_is_told_in_one_line() -> None:
+    with runner(num_envs=2) as sampler:
+        sampler.sample(num_timesteps=6)
+        assert re.fullmatch(r"<SingleAgentEnvRunner 0: 2 envs of .*, 6 steps, weights \(0, 0\)>", repr(sampler))
+    assert repr(sampler).endswith(", 6 steps, stopped>")
 
 
 def test_num_episodes_resets_no_env_beyond_the_last_episode() -> None:

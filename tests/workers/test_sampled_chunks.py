@@ -63,8 +63,8 @@ def test_a_full_fragment_without_an_end_is_not_copied() -> None:
         batch = sampler.sample_fragment()
         while any(c.is_done for c in batch):
             batch = sampler.sample_fragment()
-    assert batch.columns["obs"].base is not None
-    assert batch.columns["obs"].base.shape == (3, 9, 3)
+    assert batch.arrays["obs"].base is not None
+    assert batch.arrays["obs"].base.shape == (3, 9, 3)
     assert batch.columns["rewards"].base.shape == (3, 8)
 
 

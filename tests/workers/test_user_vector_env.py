@@ -142,6 +142,16 @@ def test_a_wrong_number_of_envs_or_rows_is_refused_with_both_numbers() -> None:
         VectorEnv.wrap(existing_envs=[Counting()], num_envs=3)
 
 
+def test_a_method_that_a_vector_env_lacks_is_named_with_the_others() -> None:
+    class Bare(VectorEnv):
+        pass
+
+    vector = Bare(None, None, 2)
+    for call in (lambda: vector.reset_at(0), lambda: vector.restart_at(0), lambda: vector.vector_step([0, 0])):
+        with pytest.raises(NotImplementedError, match=r"Bare has no \w+; a headrace\.VectorEnv has reset_at, re"):
+            call()
+
+
 def test_wrap_fills_up_with_new_envs_and_leaves_the_list_alone() -> None:
     asked: list[int] = []
 

@@ -79,7 +79,7 @@ def cut_seats(
     episodes = [cast(AgentEpisode, part.episode) for part in parts]
     names = {name: i for i, name in enumerate(dict.fromkeys(episode.agent for episode in episodes))}
     batch.table["agent"] = [names[episode.agent] for episode in episodes]
-    env_t, offsets = batch.columns["env_t"], batch.offsets
+    env_t, offsets = batch.arrays["env_t"], batch.offsets
     first, last = env_t[offsets[: len(chunks)]], env_t[offsets[1 : len(chunks) + 1] - 1]
     batch.table["t_start"] = [*first.tolist(), *(episode.t_end for episode in episodes[len(chunks) :])]
     for episode, t in zip(episodes, last.tolist(), strict=False):

@@ -424,7 +424,7 @@ class SeatSteps(KeptSteps):
         batch = cut_seats(fragment, chunks, markers, module.policy.spaces, stamp, module_id)
         if self._totals.kept is not None:
             shows_all = not module.policy.connectors.sees
-            self._totals.kept.trail.add(batch.columns, chunks, shows_all, self._goes_on)
+            self._totals.kept.trail.add(batch.arrays, chunks, shows_all, self._goes_on)
         count_cut(batch, chunks, self._totals, self.envs.lanes)
         for episode in (cast(AgentEpisode, chunk.episode) for chunk in chunks):
             if episode.observed_more:

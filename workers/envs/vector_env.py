@@ -60,11 +60,11 @@ class VectorEnv:
         self, index: int | None = None, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Reset one env, and return (observation, info)."""
-        raise NotImplementedError
+        raise self._lacks("reset_at")
 
     def restart_at(self, index: int | None = None) -> None:
         """Replace one failed env by a new one. The runner calls `reset_at` next."""
-        raise NotImplementedError
+        raise self._lacks("restart_at")
 
     def vector_step(self, actions: Sequence[Any]) -> Answers:
         """Step all envs, and return (observations, rewards, terminateds, truncateds, infos), one of each for every env.
@@ -72,7 +72,11 @@ class VectorEnv:
         An action of None is for an env that has failed and waits: do not step it; its answer is not read. If one env
         fails, put its exception in place of its observation. If this method raises, all envs have failed.
         """
-        raise NotImplementedError
+        raise self._lacks("vector_step")
+
+    def _lacks(self, method: str) -> NotImplementedError:
+        due = "a headrace.VectorEnv has reset_at, restart_at and vector_step"
+        return NotImplementedError(f"{type(self).__name__} has no {method}; {due} (gymnasium's: gymnasium.vector)")
 
     def get_sub_environments(self) -> Sequence[Any]:
         """Return the envs themselves, if the vector has any."""

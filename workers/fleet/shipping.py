@@ -181,7 +181,7 @@ class Shipper:
             steps=batch.steps,
             chunks=len(batch),
             learner_epoch=batch.learner_epoch,
-            weights_seq=int(batch.columns["weights_seq"].max(initial=0)),
+            weights_seq=int(batch.arrays["weights_seq"].max(initial=0)),
             weights_digest=batch.weights_digest,
             agents=list(batch.agents),
             modules=list(batch.modules),

@@ -70,7 +70,7 @@ class PolicyColumns:
             return
         own: dict[str, Kind] = {}
         looks_back = False
-        for name, column in batch.columns.items():
+        for name, column in batch.arrays.items():
             if name.startswith(LOOKBACK):
                 looks_back = True
             elif not belongs_to_space(name) and name not in SAMPLERS_OWN:

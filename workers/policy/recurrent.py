@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.basics.tensor_array import array_of
-from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch
-from headrace.schemas.chunks.spaces import nest
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import map_arrays
 from headrace.schemas.errors import ModuleError, words_of
 
 
@@ -151,15 +151,14 @@ def sequences(batch: ChunkBatch) -> dict[str, Any]:
 
     A batch of end markers alone has no sequence and no "state_in". Raises `ModuleError` for steps without state.
     """
-    states = {n.removeprefix(STATE_IN): _tensor(c) for n, c in batch.columns.items() if n.startswith(STATE_IN)}
+    states = {name: _tensor(state) for name, state in batch.state_in.items()}
     if not states and batch.steps:
         raise ModuleError("a batch without state_in columns was not sampled by a recurrent module")
     lengths = np.diff(batch.obs_offsets)[batch.table["length"] > 0]
     last = np.zeros(int(lengths.sum()), np.bool_)
     last[np.cumsum(lengths) - 1] = True
-    columns: Mapping[str, Any] = {n: _tensor(c) for n, c in batch.columns.items() if n.split("/", 1)[0] == "obs"}
     return {
-        "obs": nest(batch.observation_space, columns, "obs"),
+        "obs": map_arrays(_tensor, batch.obs),
         "lengths": torch.from_numpy(lengths),
         "state_in": states,
         "step_rows": torch.from_numpy(np.flatnonzero(~last)),

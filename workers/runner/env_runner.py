@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.worker_figures import TimePart
+from headrace.schemas.basics.printable import brief, one_line
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import CallbackError, ConfigError, HeadraceError, ModuleError, missing_env_error
@@ -101,6 +103,11 @@ class EnvRunner(ABC, Generic[Batch]):
         self._device = None if config.device == "cpu" else part("open_device")(config.device)
         self._read_policies()
         self._make_parts()
+
+    def __repr__(self) -> str:
+        state = "stopped" if self._stopped else f"weights {tuple(self.weights_version)}"
+        of = f"{self.config.num_envs} envs of {brief(self.config.env)}"
+        return one_line(f"<{type(self).__name__} {self.worker_index}: {of}, {self.totals.stepped:,} steps, {state}>")
 
     # -- what differs between one agent and several -------------------------------------------------------------------
 
@@ -319,12 +326,15 @@ class EnvRunner(ABC, Generic[Batch]):
             steps = num_timesteps or 0
             self._begin(mode, -(-steps // width), force_reset)
             self._poll_until(self._enough_steps(steps))
-            return self._end_sample(self._deliver(keep_open=False, end_markers=end_markers))
-        self._begin(mode, length, force_reset or sampler.resets_envs)
-        self._poll_until(enough_episodes(num_episodes, sampler), stop_at_episodes=num_episodes)
-        if sampler.resets_envs:
-            sampler.abandon(Discard.RESET)
-        return self._end_sample(self._deliver(keep_open=not sampler.resets_envs, end_markers=end_markers))
+        else:
+            self._begin(mode, length, force_reset or sampler.resets_envs)
+            self._poll_until(enough_episodes(num_episodes, sampler), stop_at_episodes=num_episodes)
+            if sampler.resets_envs:
+                sampler.abandon(Discard.RESET)
+        keep_open = num_episodes is not None and not sampler.resets_envs
+        cut = self._deliver(keep_open, end_markers)
+        samples: Any = cut.finished_first() if isinstance(cut, ChunkBatch) else cut
+        return self._end_sample(samples)
 
     def sample_fragment(
         self,

@@ -85,7 +85,7 @@ def cut(
 ) -> ChunkBatch:
     """Return the batch of `chunks` and end `markers`. The batch owns the fragment's buffers from now on.
 
-    Columns hold the chunks by lane and time, markers last. Iteration gives finished episodes, cut ones, then markers.
+    Chunks stand by lane and time, markers last.
     Updates each episode with how much of it was delivered.
     """
     starts = np.array([chunk.start for chunk in chunks], np.int64)
@@ -112,10 +112,9 @@ def cut(
     table["id_high"], table["flags"] = stamp.id_high, stamp.flags
     table["lookback"][: len(looks_back)] = looks_back
     tasks, task_of = stamps([chunk.episode.task for chunk in chunks] + [marker.episode.task for marker in markers])
-    done = (table["end"] == ChunkEnd.TERMINATED) | (table["end"] == ChunkEnd.TRUNCATED)
     return ChunkBatch(
         table=table,
-        columns=columns,
+        arrays=columns,
         observation_space=spaces.observation,
         action_space=spaces.action,
         reasons=REASONS,
@@ -124,7 +123,6 @@ def cut(
         incarnation=stamp.incarnation,
         learner_epoch=stamp.learner_epoch,
         weights_digest=stamp.digest_of(columns["weights_seq"]),
-        order=np.argsort(~done, kind="stable"),
         tasks=tasks,
         task_of=task_of,
     )

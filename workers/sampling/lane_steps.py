@@ -365,7 +365,7 @@ class LaneSteps(KeptSteps):
         self._markers = []
         batch = cut(fragment, delivered, markers, self._policy.spaces, stamp)
         if self._totals.kept is not None:
-            self._totals.kept.trail.add(batch.columns, delivered, self._shows_all)
+            self._totals.kept.trail.add(batch.arrays, delivered, self._shows_all)
         count_cut(batch, delivered, self._totals, self.envs.lanes)
         self._totals.env_steps_delivered = self._totals.delivered
         return delivered, batch

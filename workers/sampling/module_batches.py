@@ -32,8 +32,7 @@ class ModuleBatches(Sequence[EpisodeChunk]):
         """
         places = []
         for batch in self.batches.values():
-            ends = batch.table["end"][batch.order] if batch.order is not None else batch.table["end"]
-            places += [(_LAST.get(end, 0), batch, i) for i, end in enumerate(ends.tolist())]
+            places += [(_LAST.get(end, 0), batch, i) for i, end in enumerate(batch.table["end"].tolist())]
         return [(batch, i) for _, batch, i in sorted(places, key=lambda place: place[0])]
 
     @property

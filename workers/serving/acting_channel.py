@@ -166,7 +166,7 @@ class ActingChannel:
                 "the server has no weights yet to check the chunks against; send the same again", "not_yet"
             )
         newest, digest = self._offered[0], self._digest
-        seqs = batch.columns["weights_seq"]
+        seqs = batch.arrays["weights_seq"]
         version = batch.learner_epoch, int(seqs.max(initial=0))
         if version > newest:
             raise ServingError(
@@ -218,7 +218,7 @@ class ShippedEpisodes:
     def take(self, owner: object, batch: ChunkBatch) -> ChunkBatch:
         """Return the batch, of one module, with env indices, as it goes into the stream."""
         owned, template, table = self._owned.setdefault(owner, {}), batch.emptied(), batch.table.copy()
-        for at, stop in enumerate(stops(table, batch.columns.get("env_t")).tolist()):
+        for at, stop in enumerate(stops(table, batch.arrays.get("env_t")).tolist()):
             row = table[at]
             id = int(row["id_high"]), int(row["id_low"]), batch.agents[row["agent"]], batch.modules[0]
             known = owned.pop(id, None)

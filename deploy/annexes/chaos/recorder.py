@@ -64,13 +64,12 @@ class RecordFiles:
 
 def line_of(batch: ChunkBatch, now_s: float) -> bytes:
     """Return [seconds, slot, incarnation, seq, steps, [[episode and agent, index, t_start, length, end], ...]]."""
-    table = batch.table if batch.order is None else batch.table[batch.order]
     chunks = [
         (
             f"{format_episode_id(int(row['id_high']), int(row['id_low']))}/{row['agent']}",
             *(int(row[name]) for name in ("chunk_index", "t_start", "length", "end")),
         )
-        for row in table
+        for row in batch.table
     ]
     return orjson.dumps([now_s, batch.slot, batch.incarnation, batch.seq, batch.steps, chunks]) + b"\n"
 

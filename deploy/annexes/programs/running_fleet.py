@@ -149,6 +149,11 @@ class RunningFleet:
             self._stop()
             raise
 
+    def __repr__(self) -> str:
+        state = f"running, page {self.dashboard or 'not yet'}" if self.is_running else "ended"
+        streams = [repr(opened) for known in self._connections if hasattr(opened := known(), "delivered")]
+        return f"<RunningFleet in {self.path}: {'; '.join([state, *streams])}>"
+
     @property
     def is_running(self) -> bool:
         """Return whether `headrace up` runs. It ends by itself at a goal that `settings` name, or where it fails."""

@@ -126,6 +126,12 @@ class RecordedStream:
         while (batch := self.next()) is not None:
             yield batch
 
+    def __next__(self) -> ChunkBatch:
+        return next(iter(self))
+
+    def __repr__(self) -> str:
+        return f"<RecordedStream of {self.path}: {self.delivered:,} batches{', at its end' if self.ended else ''}>"
+
     def next(self, timeout_s: float = 0.0) -> ChunkBatch | None:
         """Return the next batch; None if there is none. It does not wait."""
         batches = self.round_of(1)

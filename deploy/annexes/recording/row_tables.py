@@ -49,7 +49,7 @@ def files_of(batches: Sequence[ChunkBatch]) -> list[str]:
     forms: dict[str, dict[str, Any]] = {}
     names = []
     for batch in batches:
-        own: dict[str, Any] = {name: (column.dtype, column.shape[1:]) for name, column in batch.columns.items()}
+        own: dict[str, Any] = {name: (column.dtype, column.shape[1:]) for name, column in batch.arrays.items()}
         own[""] = batch.observation_space, batch.action_space
         module = quote(batch.modules[0], safe="")
         further = (f"{module}+{number}" for number in count(1))
@@ -68,7 +68,7 @@ def file_tables(batches: Sequence[ChunkBatch]) -> tuple[pa.Table, pa.Table]:
 
     A column that only some of the batches have is null for the others.
     """
-    alike = [list(run) for _, run in groupby(batches, lambda batch: [*batch.columns])]
+    alike = [list(run) for _, run in groupby(batches, lambda batch: [*batch.arrays])]
     steps, chunks = zip(*(_tables(run) for run in alike), strict=True)
     return _joined(steps), _joined(chunks)
 
@@ -94,7 +94,7 @@ def batch_table(batches: Sequence[ChunkBatch], files: Sequence[str]) -> pa.Table
                 "steps": batch.steps,
                 "first_chunk": first_chunk,
                 "chunks": len(batch),
-                "columns": [*batch.columns],
+                "columns": [*batch.arrays],
                 "agents": [*batch.agents],
                 "reasons": [*batch.reasons],
                 "tasks": [_task_json(task) for task in batch.tasks],
@@ -129,7 +129,7 @@ def _joined(tables: Sequence[pa.Table]) -> pa.Table:
 
 def _tables(batches: Sequence[ChunkBatch]) -> tuple[pa.Table, pa.Table]:
     """Return the steps and the chunks of batches with the same columns."""
-    parts = {name: [batch.columns[name] for batch in batches] for name in batches[0].columns}
+    parts = {name: [batch.arrays[name] for batch in batches] for name in batches[0].arrays}
     table = _concatenated([batch.table for batch in batches])
     lengths = table["length"].astype(np.int64)
     chunk_of = np.repeat(np.arange(len(table)), lengths)

@@ -37,8 +37,8 @@ def act_plainly(module: Any) -> None:
 
 def bytes_of(batch: ChunkBatch) -> list[bytes]:
     """Return all bytes of a batch, with names, dtypes and shapes of its columns."""
-    columns = [f"{name} {column.dtype} {column.shape}".encode() for name, column in batch.columns.items()]
-    return [*columns, *(column.tobytes() for column in batch.columns.values()), batch.table.tobytes()]
+    columns = [f"{name} {column.dtype} {column.shape}".encode() for name, column in batch.arrays.items()]
+    return [*columns, *(column.tobytes() for column in batch.arrays.values()), batch.table.tobytes()]
 
 
 def swap_in_the_midst(sampler: Any, poll: int) -> None:

@@ -194,7 +194,7 @@ class Shipper:
     def batch(self) -> ChunkBatch:
         """As a client's, whose steps say whether the policy was asked for them."""
         batch = self._runner.sample_fragment()
-        batch.columns["off_policy"] = np.zeros(batch.steps, np.bool_)
+        batch.arrays["off_policy"] = np.zeros(batch.steps, np.bool_)
         return batch
 
     def ship(self, batch: ChunkBatch, number: int, discarded: dict[str, int] | None = None, spoil: int = 0) -> None:
@@ -239,6 +239,6 @@ def assert_alike(a: EpisodeChunk, b: EpisodeChunk) -> None:
 def external(batch: ChunkBatch) -> ChunkBatch:
     """As one of external envs, whose steps say whether the policy was asked."""
     further = {"off_policy": np.zeros(batch.steps, np.bool_)}
-    if "lookback/rewards" in batch.columns:
-        further["lookback/off_policy"] = np.zeros(len(batch.columns["lookback/rewards"]), np.bool_)
-    return replace(batch, columns={**batch.columns, **further})
+    if "lookback/rewards" in batch.arrays:
+        further["lookback/off_policy"] = np.zeros(len(batch.arrays["lookback/rewards"]), np.bool_)
+    return replace(batch, arrays={**batch.arrays, **further})
