@@ -53,7 +53,7 @@ from headrace.schemas.chunks.chunk import (
     format_episode_id,
 )
 from headrace.schemas.chunks.episodes import Episodes, episodes_of
-from headrace.schemas.chunks.infos import infos_json, plain_json
+from headrace.schemas.chunks.info_json import infos_json, plain_json
 from headrace.schemas.chunks.spaces import Space, nest
 from headrace.schemas.chunks.task import Task, TaskJson
 from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError

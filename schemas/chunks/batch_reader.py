@@ -20,7 +20,7 @@ from headrace.schemas.chunks.batch import (
     is_obs_column,
 )
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, LOOKBACK, ChunkEnd
-from headrace.schemas.chunks.infos import read_info
+from headrace.schemas.chunks.info_json import read_info
 from headrace.schemas.chunks.spaces import Space, column_dtype, leaf_shape, leaves
 from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import DecodeError

@@ -63,13 +63,13 @@ def test_an_info_that_is_no_dict_is_refused_and_any_other_is_taken(make: Any, ca
     assert "infos go without info['object']" in caplog.text
 
 
-def test_log_returns_refuses_an_info_that_is_too_large(there: ServingRunner) -> None:
+def test_an_info_that_is_too_large_is_left_out(there: ServingRunner, caplog: pytest.LogCaptureFixture) -> None:
     with PolicyClient(there.endpoint) as client:
         episode = client.start_episode()
         client.get_action(episode, SEEN)
-        with pytest.raises(EnvContractError, match="at most 524288 bytes"):
-            client.log_returns(episode, 0.0, {"picture": "x" * 600_000})
+        client.log_returns(episode, 0.0, {"picture": "x" * 600_000})
         client.get_action(episode, SEEN)
+    assert "infos go without info (600,014 bytes of JSON; at most 524,288 fit)" in caplog.text
 
 
 def test_a_reward_that_is_text_is_refused(there: ServingRunner) -> None:

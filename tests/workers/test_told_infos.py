@@ -21,7 +21,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 
 from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.chunks.infos import MARK, info_json, read_info
+from headrace.schemas.chunks.info_json import MARK, info_json, read_info
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.agents.env import MultiAgentEnv

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from headrace.schemas.basics.printable import brief, one_line
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.chunks.infos import MARK, info_json, plain_json, read_info
+from headrace.schemas.chunks.info_json import MARK, info_json, plain_json, read_info
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.manifest import DEFAULT_LIMITS
 from headrace.workers.envs.action_masks import MASK
@@ -269,10 +269,10 @@ def _names_of(key: Any) -> tuple[Any, str]:
     if isinstance(key, str):
         text = _text(str(key))
         return text, text
-    text = None
+    text = ""
     with suppress(TypeError):
         (text,) = orjson.loads(plain_json({key: 0}))
-    if text is None or (text == "null" and key is not None):
+    if not text or (text == "null" and key is not None):
         text = _text(str(key))
         return text, text
     return (key if type(key) in _KEYS else text), text

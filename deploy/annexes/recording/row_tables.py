@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch, is_obs_column
 from headrace.schemas.chunks.chunk import EXPLORE, LOOKBACK, RANDOM_ACTIONS, UNSEEDED, ChunkEnd, format_episode_id
-from headrace.schemas.chunks.infos import infos_json
+from headrace.schemas.chunks.info_json import infos_json
 from headrace.schemas.chunks.task import Task
 
 FINAL = "final_"

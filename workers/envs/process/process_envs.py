@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.workers.envs.action_masks import MASK
+from headrace.workers.envs.action_masks import masks_of
 from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.checks import take_reset_apart, told_info
 from headrace.workers.envs.context import EnvContext
@@ -300,9 +300,5 @@ def _info_json(info: dict[str, Any]) -> orjson.Fragment:
 
 def _masks_json(info: dict[str, Any]) -> orjson.Fragment | None:
     """Return the masks in an info, or in those of several agents, as JSON. None without masks."""
-    own = {
-        key: part if key == MASK else {MASK: part[MASK]}
-        for key, part in info.items()
-        if key == MASK or (isinstance(part, dict) and MASK in part)
-    }
+    own = masks_of(info)
     return _info_json(own) if own else None

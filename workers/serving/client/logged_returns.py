@@ -14,7 +14,8 @@ import numpy as np
 import orjson
 
 from headrace.schemas.basics.printable import brief
-from headrace.schemas.chunks.infos import read_info as written_info
+from headrace.schemas.chunks.info_json import info_json
+from headrace.schemas.chunks.info_json import read_info as written_info
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS
@@ -138,14 +139,14 @@ def check_reward(reward: Any) -> float:
 def read_info(info: Any, what: str = "info", max_bytes: int = _MAX_INFO_BYTES) -> dict[str, Any]:
     """Return a copy of an info as `told_info` writes it.
 
-    Raises `EnvContractError` for anything but a dict, and for more than `max_bytes`. The default is what fits into the
-    header of one step.
+    One of more than `max_bytes` is left out. The default is what fits into the header of one step. Raises
+    `EnvContractError` for anything but a dict.
     """
     try:
         written = told_info(written_info(info))[1]  # it may have been written before
     except EnvContractError as error:
         raise EnvContractError(what, error.seen, error.expected) from error
     if len(written) > max_bytes:
-        raise EnvContractError(what, f"{len(written)} bytes of JSON", f"at most {max_bytes} bytes")
+        written = info_json({}, [f"{what} ({len(written):,} bytes of JSON; at most {max_bytes:,} fit)"])
     read: dict[str, Any] = orjson.loads(written)
     return read
