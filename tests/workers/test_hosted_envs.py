@@ -111,8 +111,6 @@ def test_an_info_of_more_than_8192_names_is_left_out_but_its_mask(envs: HostedEn
     ((_, info),) = told["began"]
     assert told["failures"] == []
     assert info.keys() == ({MARK, "action_mask"} if fails else {"deep", "action_mask"})
-    if fails:
-        assert "8,193 names" in told["failures"][0][3]["seen"]
 
 
 def test_an_env_rebuilt_after_a_hung_close_keeps_the_workers_env_index(monkeypatch: pytest.MonkeyPatch) -> None:

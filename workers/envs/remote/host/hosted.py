@@ -191,7 +191,7 @@ class HostedEnvs:
                 return self._compose(places[:half]) + self._compose(places[half:])
             told = self._places[places[0]].told
             why = f"info ({error!s:.150})"
-            shorter = {
+            shorter: dict[str, Any] = {
                 name: (places[0], {MARK: [why], **masks_of(told[name][1])})
                 for name in ("infos", "began")
                 if name in told and told[name][1] and told[name][1].get(MARK) != [why]
