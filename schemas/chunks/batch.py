@@ -55,6 +55,7 @@ from headrace.schemas.chunks.chunk import (
     shapes_in_words,
 )
 from headrace.schemas.chunks.episodes import Episodes, episodes_of, ranges
+from headrace.schemas.chunks.info_json import infos_json, plain_json
 from headrace.schemas.chunks.spaces import Space, nest
 from headrace.schemas.chunks.task import Task, TaskJson
 from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
@@ -457,25 +458,9 @@ def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = F
     return encode(MessageKind.BATCH, fields, arrays, compressed=compressed)
 
 
-def info_json(info: Any) -> bytes:
-    """Return an info as JSON: lists for tuples and arrays, text for keys. Raises `TypeError` for what JSON cannot hold.
-
-    Caution: numbers that are not finite become null.
-    """
-    return orjson.dumps(info, default=_listed, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-
-
-def _listed(value: Any) -> Any:
-    """Return an array that orjson does not read, such as one with strides, as a list."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufUO":
-        return value.tolist()
-    raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
-
-
 def _dump_infos(infos: Infos) -> bytes:
-    rows = {str(i): {str(t): info for t, info in row.items()} for i, row in infos.items()}
     try:
-        written = info_json(rows)
+        written = plain_json({str(i): orjson.Fragment(infos_json(row)) for i, row in infos.items()})
     except TypeError as error:
         raise EncodeError(
             f"an info cannot be written as JSON: {error}; drop the value in the env, or set infos = 'none'"

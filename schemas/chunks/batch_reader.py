@@ -21,6 +21,7 @@ from headrace.schemas.chunks.batch import (
     without_prefix,
 )
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, LOOKBACK, ChunkEnd
+from headrace.schemas.chunks.info_json import read_info
 from headrace.schemas.chunks.spaces import Space, column_dtype, leaf_shape, leaves
 from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import DecodeError
@@ -173,8 +174,8 @@ def _load_infos(raw: NDArray[Any] | None, table: NDArray[np.void], limits: WireL
         raise DecodeError("bad_infos", f"infos are not at most {limits.infos_bytes} bytes of JSON")
     try:
         rows = orjson.loads(raw.data)
-        infos = {int(i): {int(t): info for t, info in row.items()} for i, row in rows.items()}
-    except (ValueError, AttributeError) as error:
+        infos = {int(i): {int(t): read_info(info) for t, info in row.items()} for i, row in rows.items()}
+    except (ValueError, AttributeError, RecursionError) as error:
         raise DecodeError("bad_infos", f"infos are not what the codec writes: {error!s:.200}") from error
     lengths = table["length"]
     for i, row in infos.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def make_batch(seq: int, leaf: tuple[str, tuple[int, ...]] = ("<f4", (2,)), **ch
         "agents": ["left", "right"],
         "modules": ["default_policy"],
         "reasons": ["", "env_exception"],
-        "infos": {0: {1: {"won": True, "x": [1.5, None]}, 3: {}}, 3: {0: {"é": 0.1}}},
+        "infos": {0: {1: {"won": True, "x": [1.5, None]}, 3: {}}, 3: {0: {"é": 0.1, "gone": [math.inf, "\0nan"]}}},
         "slot": 3,
         "incarnation": 2,
         "seq": seq,

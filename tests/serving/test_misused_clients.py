@@ -12,6 +12,7 @@ import pytest
 
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.schemas.errors.episodes import EpisodeError, EpisodesClosedError
+from headrace.workers.envs import checks
 from headrace.workers.serving.client import PolicyClient
 from support.refusals import refused
 from support.serving.acting_clients import ServingRunner, acting, serving_runner
@@ -20,8 +21,19 @@ from support.waiting import TIMEOUT_S
 SEEN = [0.0, 0.0, 0.0, 0.0]
 LOOP: dict[str, Any] = {}
 LOOP["loop"] = LOOP
-BAD_INFOS = ["text", 5, [], {"a": {1}}, {"a": object()}, {"a": 1j}, {"a": 1 << 70}, {"a": "\udc80"}, {(1, 2): 3}, LOOP]
-BAD_INFOS.append({"a": {1: "one", "1": "other"}})
+DEEP: dict[str, Any] = {}
+for _ in range(80):
+    DEEP = {"down": DEEP}
+ODD = {
+    "set": {1},
+    "large": 1 << 70,
+    "text": "\udc80",
+    (1, 2): 3,
+    "nan": math.nan,
+    "infs": np.array([-np.inf]),
+    "nul": "\0nan",
+}
+LOST = {"object": object(), "complex": 1j, "loop": LOOP, "deep": DEEP, "one": {1: "one", "1": "other"}}
 
 
 @pytest.fixture(scope="module")
@@ -31,32 +43,33 @@ def there() -> Iterator[ServingRunner]:
 
 
 @pytest.mark.parametrize("make", [PolicyClient, acting])
-def test_an_info_that_is_no_json_dict_is_refused_and_the_episode_goes_on(make: Any) -> None:
+def test_an_info_that_is_no_dict_is_refused_and_any_other_is_taken(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    checks._left_out.clear()
     with serving_runner() as there, make(there.endpoint) as client:
         episode = client.start_episode()
         client.get_action(episode, SEEN)
-        for bad in BAD_INFOS:
+        for bad in ("text", 5, []):
             with pytest.raises(EnvContractError, match=r"^info should be a dict"):
                 client.log_returns(episode, 5.0, bad)
-        client.log_returns(episode, 1.0, {"speed": np.float32(0.5), "at": np.arange(2), "none": math.nan, 7: "é"})
+        client.log_returns(episode, 1.0, {"speed": np.float32(0.5), "at": np.arange(2), 7: "é", **ODD, **LOST})
         client.get_action(episode, SEEN)
         client.end_episode(episode, SEEN)
     assert [reward for chunk in there.chunks for reward in chunk.rewards.tolist()] == [1.0, 0.0]
-    told = [info for chunk in there.chunks for info in chunk.infos if info]
-    assert told == [{"speed": 0.5, "at": [0, 1], "none": None, "7": "é"}]
+    (told,) = [info for chunk in there.chunks for info in chunk.infos if info]
+    assert told.pop("deep").keys() == {"down"}
+    assert math.isnan(told.pop("nan"))
+    carried = {"set": [1], "large": str(1 << 70), "text": "\\udc80", "(1, 2)": 3, "infs": [-math.inf], "nul": "\0nan"}
+    assert told == {"speed": 0.5, "at": [0, 1], "7": "é", **carried, "loop": {}, "one": {"1": "one"}}
+    assert "infos go without info['object']" in caplog.text
 
 
-def test_log_returns_refuses_an_info_that_is_too_large_or_too_deep(there: ServingRunner) -> None:
-    deep: dict[str, Any] = {}
-    for _ in range(40):
-        deep = {"down": deep}
+def test_an_info_that_is_too_large_is_left_out(there: ServingRunner, caplog: pytest.LogCaptureFixture) -> None:
     with PolicyClient(there.endpoint) as client:
         episode = client.start_episode()
         client.get_action(episode, SEEN)
-        for bad in (deep, {"picture": "x" * 600_000}):
-            with pytest.raises(EnvContractError, match="at most 524288 bytes, and 32 levels deep"):
-                client.log_returns(episode, 0.0, bad)
+        client.log_returns(episode, 0.0, {"picture": "x" * 600_000})
         client.get_action(episode, SEEN)
+    assert "infos go without info (600,014 bytes of JSON; at most 524,288 fit)" in caplog.text
 
 
 def test_a_reward_that_is_text_is_refused(there: ServingRunner) -> None:
@@ -113,12 +126,12 @@ def test_a_bad_info_of_an_agent_is_refused_with_the_agents_name(make: Any) -> No
     with serving_runner(policies=policies) as there, make(there.endpoint, **changes) as client:
         episode = client.start_episode()
         client.get_action(episode, seen)
-        with pytest.raises(EnvContractError, match="info of agent 'long' should be a dict that JSON can carry"):
-            client.log_returns(episode, {"short": 1.0}, {"short": {}, "long": {"a": {1}}})
-        client.log_returns(episode, {"short": 1.0}, {"long": {"a": np.arange(2)}})
+        with pytest.raises(EnvContractError, match="info of agent 'long' should be a dict"):
+            client.log_returns(episode, {"short": 1.0}, {"short": {}, "long": 5})
+        client.log_returns(episode, {"short": 1.0}, {"long": {"a": np.arange(2), "b": math.inf}})
         client.get_action(episode, seen)
         client.end_episode(episode, seen)
-    assert [info for chunk in there.chunks for info in chunk.infos if info] == [{"a": [0, 1]}]
+    assert [info for chunk in there.chunks for info in chunk.infos if info] == [{"a": [0, 1], "b": math.inf}]
 
 
 @pytest.mark.parametrize("acts", [False, True], ids=["served", "acting"])

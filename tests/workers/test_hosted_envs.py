@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.schemas.chunks.info_json import MARK
 from headrace.schemas.frames.wire import WireMessage, decode
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.process.control import Command
@@ -79,7 +80,7 @@ def test_each_place_takes_the_step_with_its_own_row_of_the_actions() -> None:
     assert velocity[0] == velocity[1] < velocity[2]
 
 
-def test_an_answer_too_large_for_a_message_fails_that_env_alone() -> None:
+def test_an_answer_too_large_for_a_message_goes_without_its_info() -> None:
     config = EnvRunnerConfig(env="support.envs.troubled:Wordy", num_envs=2, envs_per_process=2, env_placement="process")
     welcome = EnvHostWelcome(worker_index=0, num_workers=1, num_envs=2, lease_s=10.0, heartbeat_interval_s=1.0)
     hosted = HostedEnvs(config, "life", welcome, learn_spaces(config))
@@ -93,24 +94,23 @@ def test_an_answer_too_large_for_a_message_fails_that_env_alone() -> None:
         wordy, other = (decode(message).header for message in found)
     finally:
         hosted.stop()
-    ((place, at, returned, error),) = wordy["failures"]
-    assert (place, at, returned, wordy["stepped"]) == (0, "step", True, [])
-    assert "no larger than a message" in error["expected"]
+    ((place, info),) = wordy["infos"]
+    assert (place, info.keys(), wordy["stepped"], wordy["failures"]) == (0, {MARK}, [0], [])
     assert (other["stepped"], other["failures"]) == ([1], [])
 
 
 @pytest.mark.parametrize(("names", "fails"), [(8192, False), (8193, True)])
-def test_an_info_of_more_than_8192_names_fails_its_env_alone(envs: HostedEnvs, names: int, fails: bool) -> None:
+def test_an_info_of_more_than_8192_names_is_left_out_but_its_mask(envs: HostedEnvs, names: int, fails: bool) -> None:
     """A worker refuses such a message before it reads the values."""
     place = envs._places[0]
-    place.number, place.told = 1, {"began": (0, {"deep": {f"k{number}": 1 for number in range(names)}})}
+    info = {"deep": {f"k{number}": 1 for number in range(names)}, "action_mask": [1]}
+    place.number, place.told = 1, {"began": (0, info)}
     envs._pool.first = {"obs": np.zeros((2, 4), np.float32)}
     (frames,) = envs._compose([0])
     told = decode(frames).header
-    assert bool(told["failures"]) == fails
-    assert len(told["began"]) == (not fails)
-    if fails:
-        assert "8,193 names" in told["failures"][0][3]["seen"]
+    ((_, info),) = told["began"]
+    assert told["failures"] == []
+    assert info.keys() == ({MARK, "action_mask"} if fails else {"deep", "action_mask"})
 
 
 def test_an_env_rebuilt_after_a_hung_close_keeps_the_workers_env_index(monkeypatch: pytest.MonkeyPatch) -> None:

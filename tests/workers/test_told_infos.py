@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+import re
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import orjson
 import pytest
+import torch
 from gymnasium.vector import AutoresetMode
 
-from headrace.schemas.chunks.batch import info_json
 from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.errors import EnvContractError
+from headrace.schemas.chunks.info_json import MARK, info_json, read_info
+from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.agents.env import MultiAgentEnv
-from headrace.workers.envs.checks import INFO_DEPTH, told_info
+from headrace.workers.envs import checks
+from headrace.workers.envs.checks import INFO_DEPTH, heard_info, own_info, told_info
 from headrace.workers.envs.native.infos import final_infos, infos_by_lane, without_rows
 from headrace.workers.envs.vector_env import VectorEnv
 
@@ -434,21 +439,106 @@ class Mode(Enum):
     FAST = 2.0
 
 
-CYCLE: dict[str, Any] = {}
-CYCLE["a"] = CYCLE
-BAD: list[Any] = [
-    object(), {(1, 2): 3}, {1j}, b"x", 1j, math.nan, np.float32(np.inf), np.array([0.0, np.nan]), [1, {"a": -math.inf}],
-    "\ud800", 2**64, -(2**63) - 1, CYCLE, nested(INFO_DEPTH), nested(300), np.zeros(2, "M8[s]").astype("V8"),
-    np.array([object()]), np.array([math.nan], object), np.zeros(2, complex), np.ones(2, ">f4"), lambda: 1,
-    np.zeros(1, "i4,f4"), Pose(math.nan), [Pose(1.0, Pose(math.inf))], Pose(at=np.array([np.nan])), Mode.UNKNOWN,
-    np.array([Pose(math.nan)]), {1: "a", "1": "b"}, {True: 1, "true": 2}, {math.nan: 1}, Pose(at={1: 2, "1": 3}),
+class Sealed:
+    """Shows nothing of itself."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("sealed")
+
+    def tolist(self) -> Any:
+        raise RuntimeError("sealed")
+
+
+def copies_itself() -> dict[str, Any]:
+    cycle: dict[str, Any] = {"n": 1}
+    cycle["a"] = [cycle, cycle]
+    return cycle
+
+
+Pair2 = namedtuple("Pair2", "a b")
+ODD: list[tuple[Any, Any]] = [
+    (math.nan, math.nan), (np.float32(np.inf), math.inf), (np.array([0.0, np.nan]), [0.0, math.nan]),
+    ([1, {"a": -math.inf}, None], [1, {"a": -math.inf}, None]), (np.array([None, math.nan], object), [None, math.nan]),
+    (Pose(math.nan), {"speed": math.nan, "at": None}), (Mode.UNKNOWN, math.nan),
+    (Pose(at=np.array([math.inf])), {"speed": 1.0, "at": [math.inf]}),
+    ({"a": math.nan, "b": "\0nan", "c": "\0", "d": "null"}, {"a": math.nan, "b": "\0nan", "c": "\0", "d": "null"}),
+    (torch.tensor([1.0, math.nan], requires_grad=True), [1.0, math.nan]), (torch.tensor(3), 3),
+    (torch.ones(2, dtype=torch.bfloat16), [1.0, 1.0]), (np.ones(2, ">f4"), [1.0, 1.0]), (np.longdouble(0.5), 0.5),
+    (np.full(2, 0.5, np.longdouble), [0.5, 0.5]), ({2, 1}, [1, 2]), (frozenset(), []), (Path("/a/b"), "/a/b"),
+    (b"x\xff", "x\\xff"),
+    (bytearray(b"x"), "x"), (np.array([b"x"]), ["x"]), (2**64, str(2**64)), (-(2**63) - 1, str(-(2**63) - 1)),
+    ("\ud800", "\\ud800"), ("a\0b", "a\0b"), (np.array(["a", "\ud800"]), ["a", "\\ud800"]), (Pair2(1, 2), [1, 2]),
+    (deque([1]), [1]), (range(2), [0, 1]), (np.zeros(1, "i4,f4"), [[0, 0.0]]), (MappingProxyType({"a": 1}), {"a": 1}),
+    ({(1, 2): 3, math.nan: 4, np.int64(5): 6, "\ud800": 7}, {"(1, 2)": 3, "nan": 4, "5": 6, "\\ud800": 7}),
+    (np.array(["2020", "NaT"], "M8[s]"), ["2020-01-01T00:00:00", None]), (datetime(2020, 1, 1), "2020-01-01T00:00:00"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", BAD, ids=lambda value: type(value).__name__)
-def test_an_info_that_cannot_be_sent_is_refused_with_its_place(value: Any) -> None:
-    with pytest.raises(EnvContractError, match=r"info\['deep'\]\['scene'\].*plain|plain.*info\['deep'\]\['scene'\]"):
-        told_info({"n": 1, "deep": {"scene": value}})
+def plain(value: Any) -> str:
+    """Text of a value in which NaN equals NaN, and arrays and tuples are lists."""
+    return repr(value) if isinstance(value, str) else repr(_plain(value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.parametrize(("value", "due"), ODD, ids=lambda value: type(value).__name__)
+def test_odd_values_of_an_info_are_carried(value: Any, due: Any, caplog: pytest.LogCaptureFixture) -> None:
+    info = {"n": 1, "deep": {"odd": [value]}}
+    due = {"n": 1, "deep": {"odd": [due]}}
+    copy, written = told_info(info)
+    assert plain(copy) == plain(due)
+    for read in (heard_info(orjson.loads(written)), read_info(orjson.loads(info_json(copy)))):
+        assert plain(read) == plain(due)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "due"),
+    [
+        (object(), {}), (1j, {}), (np.zeros(2, complex), {}), (lambda: 1, {}), (Sealed(), {}),
+        (nested(INFO_DEPTH), None), (nested(300), None),
+        (copies_itself(), {"value": {"n": 1, "a": [None, None]}}), ([1, object(), 3], {"value": [1, None, 3]}),
+        ({1: "a", "1": "b"}, {"value": {1: "a"}}), ({None: 1, "null": 2}, {"value": {None: 1}}),
+        (Pose(at=object()), {"value": {"speed": 1.0}}), (np.array([1, object()], object), {"value": [1, None]}),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_json_cannot_hold_is_left_out_alone(value: Any, due: Any, caplog: pytest.LogCaptureFixture) -> None:
+    checks._left_out.clear()
+    copy, written = told_info({"n": math.nan, "value": value})
+    assert due is None or plain(copy) == plain({"n": math.nan, **due})
+    told = heard_info(orjson.loads(written))
+    assert orjson.loads(info_json(told)) == orjson.loads(info_json(copy))
+    assert ("infos go without info['value']" in caplog.text) == bool(orjson.loads(written)[MARK])
+
+
+def test_what_is_left_out_is_named_with_its_place_and_a_count(caplog: pytest.LogCaptureFixture) -> None:
+    checks._left_out.clear()
+    for _ in range(25):
+        assert own_info({"n": 1, "deep": {"scene": object()}}) == {"n": 1, "deep": {}}
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" (")[0] for line in lines] == ["infos go without info['deep']['scene']"] * 2
+    assert [re.findall(r", (\d+) so far", line) for line in lines] == [["1"], ["10"]]
+
+
+def test_a_reserved_key_is_left_out() -> None:
+    assert own_info({MARK: [], "n": math.nan, "deep": {MARK: 1}}).keys() == {"n", "deep"}
+
+
+def test_infos_without_such_numbers_are_the_same_bytes() -> None:
+    info = {"a": None, "b": "\0nan", "c": "null", 1: np.arange(2.0), "d": [None, {"e": 1.5}]}
+    assert told_info(info)[1] == b'{"a":null,"b":"\\u0000nan","c":"null","1":[0.0,1.0],"d":[null,{"e":1.5}]}'
+
+
+def test_an_info_that_is_no_dict_is_an_error() -> None:
+    with pytest.raises(EnvContractError, match="info should be a dict"):
+        told_info([("a", 1)])
 
 
 @pytest.mark.parametrize(
@@ -472,11 +562,6 @@ def test_plain_values_are_sent_as_they_are(value: Any) -> None:
         assert kept == value
 
 
-def test_keys_of_an_info_that_are_the_same_text_are_refused() -> None:
-    with pytest.raises(EnvContractError, match="two keys that are the same as text"):
-        told_info({1: "a", "1": "b"})
-
-
 @pytest.mark.parametrize(
     "value",
     [Pose(2.0, [Pose(), Mode.FAST]), Mode.FAST, np.array(["2020-01-01"], "M8[ns]"), np.array(["2020-01-01"], "M8[D]")],
@@ -487,41 +572,135 @@ def test_a_value_that_json_holds_in_other_words_is_the_same_from_processes(value
     assert {str(key): own for key, own in copy.items()} == orjson.loads(written)
 
 
-class Spoils(Moves):
-    """Tells at some step what cannot be sent."""
+LEFT_OUT = [object(), 1j, nested(300), copies_itself(), Sealed(), {1: "a", "1": "b"}]
 
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self._at = at
 
-    def reset(self, **_: Any) -> Any:
-        seen, _ = super().reset()
-        return seen, {"scene": object()} if self._at == 0 else {}
+class Odd(gym.Env[Any, Any]):
+    """Tells a number, NaN in the last step of odd episodes, and values of all kinds."""
+
+    observation_space, action_space = BOX, TWO
+
+    def __init__(self, first: int, told: Any = None) -> None:
+        self._told = told or [*(value for value, _ in ODD), *LEFT_OUT]
+        self._of = self._episode = first
+
+    def _tell(self) -> Any:
+        self._of += 1
+        kind = self._of % len(self._told)
+        goal = math.nan if self._n == 5 and self._episode % 2 else float(self._n)
+        return np.array([self._n], np.float32), {"goal": goal, "kind": kind, "odd": self._told[kind]}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._n, self._episode = 0, self._episode + 1
+        return self._tell()
 
     def step(self, action: Any) -> Any:
-        seen, reward, over, cut, _ = super().step(action)
-        at, self._at = self._at, -1 if self._n == self._at else self._at
-        return seen, reward, over, cut, {"scene": math.nan} if self._n == at else {}
+        self._n += 1
+        seen, info = self._tell()
+        return seen, 1.0, self._n == 5, False, info
 
 
-def make_spoiling(context: Any) -> Any:
-    at = -1 if context.recreated or context.vector_index else context.get("at", 3)
-    return Spoils(at)
+class OddPair(MultiAgentEnv):
+    possible_agents = ("a",)
+    observation_spaces, action_spaces = {"a": BOX}, {"a": TWO}
+
+    def __init__(self, first: int) -> None:
+        self._env = Odd(first)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return tuple({"a": part} for part in self._env.reset())
+
+    def step(self, actions: Any) -> Any:
+        seen, reward, over, cut, info = self._env.step(0)
+        return {"a": seen}, {"a": reward}, {"__all__": over}, {"__all__": cut}, {"a": info}
 
 
+def make_odd(context: Any) -> Any:
+    return Odd(context.vector_index)
+
+
+def make_odd_pair(context: Any) -> Any:
+    return OddPair(context.vector_index)
+
+
+def make_odd_vector(context: Any) -> Any:
+    told = [value for value in LEFT_OUT if type(value) is not dict]  # gymnasium puts them into arrays of objects
+    told += [Path("/a"), {1, 2}, b"x", torch.ones(2), Mode.UNKNOWN, Pose(math.nan), "\ud800"]
+    return gym.vector.SyncVectorEnv([lambda: Odd(0, told)] * context.num_envs)
+
+
+def odd_chunks(make: str, steps: int, **settings: Any) -> list[Any]:
+    config = EnvRunnerConfig(env=f"test_told_infos:{make}", num_envs=4, seed=0, **settings)
+    runner: Any
+    if make == "make_odd_pair":
+        settings = {"policies": {"p"}, "policy_mapping_fn": lambda agent, episode: "p"}
+        runner = MultiAgentEnvRunner(config.model_copy(update=settings))
+    else:
+        runner = SingleAgentEnvRunner(config)
+    with runner:
+        chunks = [chunk for _ in range(steps // 400) for chunk in runner.sample(num_timesteps=400)]
+        assert (runner.totals.env_failures, runner.totals.discarded) == (0, {})
+    assert sum(map(len, chunks)) >= steps
+    return chunks
+
+
+@pytest.mark.parametrize(
+    ("make", "placement", "steps"),
+    [
+        ("make_odd", "inline", 4000),
+        ("make_odd", "process", 4000),
+        ("make_odd_pair", "inline", 2000),
+        ("make_odd_pair", "process", 2000),
+        ("make_odd_vector", "inline", 2000),
+        pytest.param("make_odd", "process", 200_000, marks=pytest.mark.thorough),
+    ],
+)
+def test_no_info_costs_a_step(make: Any, placement: Any, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    due = [value for _, value in ODD]
+    for chunk in odd_chunks(make, steps, env_placement=placement):
+        assert len(chunk.infos) == len(chunk) + 1
+        for info, n in zip(chunk.infos, chunk.obs[:, 0].tolist(), strict=True):
+            assert info["goal"] == n or (n == 5 and math.isnan(info["goal"]))
+            if info["kind"] < len(due) and make != "make_odd_vector":
+                assert plain(info["odd"]) == plain(due[info["kind"]])
+
+
+class Masked(Moves):
+    """Tells the only legal action, or one that is none, beside what nobody can carry."""
+
+    def __init__(self, mask: Any) -> None:
+        super().__init__()
+        self._mask, self.acted = mask, []
+
+    def reset(self, **_: Any) -> Any:
+        return super().reset()[0], {"action_mask": self._mask, "scene": object()}
+
+    def step(self, action: Any) -> Any:
+        assert action == 1 or not isinstance(self._mask, np.ndarray)
+        *seen, _ = super().step(action)
+        return *seen, {"action_mask": self._mask, "scene": object()}
+
+
+def make_masked(context: Any) -> Any:
+    return Masked(object() if context.get("bad") else np.array([0, 1]))
+
+
+@pytest.mark.parametrize("infos", ["all", "none"])
 @pytest.mark.parametrize("placement", ["inline", "process"])
-def test_an_info_that_cannot_be_sent_fails_its_env_at_that_step_and_others_go_on(
-    placement: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_mask_binds_or_is_an_error_and_other_infos_are_not_looked_at(
+    placement: Any, infos: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    config = EnvRunnerConfig(env="test_told_infos:make_spoiling", num_envs=2, seed=0, env_placement=placement)
+    checks._left_out.clear()
+    config = EnvRunnerConfig(
+        env="test_told_infos:make_masked", seed=0, env_placement=placement, infos=infos, env_restart_attempts=1
+    )
     with SingleAgentEnvRunner(config) as runner:
-        chunks = [chunk for _ in range(2) for chunk in runner.sample(num_timesteps=10)]
-        assert runner.totals.discarded == {"env_bad_data": 3}
-    assert any(chunk.infos == [] and len(chunk) == 5 for chunk in chunks)
-
-
-def test_without_infos_an_env_may_tell_anything() -> None:
-    config = EnvRunnerConfig(env="test_told_infos:make_spoiling", seed=0, infos="none", env_config={"at": 0})
-    with SingleAgentEnvRunner(config) as runner:
-        assert not runner.sample(num_timesteps=6)[0].infos
+        (chunk, *_) = runner.sample(num_timesteps=50, random_actions=True)
+        assert runner.totals.env_failures == 0
+        assert bool(chunk.infos) == (infos == "all")
+    assert ("'scene'" in caplog.text) == (infos == "all")
+    bad = config.model_copy(update={"env_config": {"bad": True}})
+    with SingleAgentEnvRunner(bad) as runner, pytest.raises(HeadraceError, match=r"info\['action_mask'\] should be"):
+        runner.sample(num_timesteps=50, random_actions=True)

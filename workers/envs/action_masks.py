@@ -45,6 +45,15 @@ _DUE = (
 )
 
 
+def masks_of(info: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return what an info has of masks, also if it holds the infos of several agents."""
+    return {
+        key: part if key == MASK else {MASK: part[MASK]}
+        for key, part in info.items()
+        if key == MASK or (isinstance(part, dict) and MASK in part)
+    }
+
+
 def is_mask(column: str) -> bool:
     """Return whether an observation column is a mask, or a part of one. Connectors leave those unchanged."""
     return MASK in column.split("/")

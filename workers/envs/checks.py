@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
-from dataclasses import is_dataclass
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from enum import Enum
+from os import PathLike, fspath
 from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from headrace.schemas.basics.printable import brief
+from headrace.schemas.basics.printable import brief, one_line
 from headrace.schemas.basics.stop_event import raise_stop
-from headrace.schemas.chunks.batch import info_json
 from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.info_json import MARK, info_json, plain_json, read_info
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.manifest import DEFAULT_LIMITS
+from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.bounds import LARGEST_REWARD, reward_due, unsound_rewards
 from headrace.workers.envs.error_text import message_of
+
+log = logging.getLogger(__name__)
 
 _BOOLS = (bool, np.bool_)
 _FLOATS = (float, np.float64)
@@ -27,6 +34,12 @@ _TEXT = {str}
 _ATOMS = {type(None), bool, int, float, str, *(np.dtype(kind).type for kind in "?bhilqBHILQefd")}
 INFO_DEPTH = DEFAULT_LIMITS.header_depth - 4
 """Most levels of an info. In a message of an env host, infos of several agents lie four levels deep."""
+_KEYS = {type(None), bool, int}
+"""Kinds of keys, besides text, that a copy keeps."""
+_MOST_NAMES = 8
+_MOST_KINDS = 64
+_left_out = dict[str, int]()
+"""What was left out of infos in this process, and how many times."""
 
 
 def check_rewards(
@@ -82,76 +95,191 @@ def check_info(info: Any) -> None:
 def told_info(info: Any) -> tuple[dict[str, Any], bytes]:
     """Return a copy of an info, which the env cannot change any more, and the info as JSON.
 
-    Raises `EnvContractError` for an info that JSON cannot hold, so that every placement refuses the same ones.
+    What JSON cannot hold is left out of both. The JSON names it, for `heard_info`. Raises `EnvContractError` for an
+    info that is no dict.
     """
-    if not isinstance(info, dict):
-        raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
-    try:
-        return _read_info(info)
-    except BaseException as error:
-        raise_stop(error)
-        seen = f"{_place_of_bad(info)} ({message_of(error):.200})"
-        due = "plain values and arrays, as JSON can hold; an inline env may have others if sampling.infos is none"
-        raise EnvContractError("info", seen, due) from error
+    copy, written, left_out = _read_info(info)
+    return copy, info_json(copy, left_out) if written is None else written
 
 
 def own_info(info: Any) -> dict[str, Any]:
-    """Return the copy of `told_info`."""
-    return told_info(info)[0]
+    """Return the copy of `told_info`. The log names what is left out."""
+    copy, _, left_out = _read_info(info)
+    _warn_of(left_out)
+    return copy
 
 
-def _read_info(info: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    written = info_json(info)
-    if b"null" in written or not (_ATOMS.issuperset(map(type, info.values())) and _TEXT.issuperset(map(type, info))):
-        return json_copy(info), written
-    return dict(info), written
+def _read_info(info: Any) -> tuple[dict[str, Any], bytes | None, Sequence[str]]:
+    """Return a copy, the info as JSON if it is plain, and what is left out."""
+    if not isinstance(info, dict):
+        raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
+    written: bytes | None = None
+    try:
+        written = plain_json(info)
+        if b"null" in written:
+            written = None  # perhaps for NaN
+        elif _ATOMS.issuperset(map(type, info.values())) and _TEXT.issuperset(map(type, info)) and MARK not in info:
+            return dict(info), written, ()
+    except BaseException as error:  # noqa: BLE001 - a user's class
+        raise_stop(error)
+    copying = _Copying()
+    copy = copying.of_info(info)
+    return copy, None if copying.left_out else written, copying.left_out
 
 
-def json_copy(value: Any, levels: int = INFO_DEPTH) -> Any:
-    """Return a copy of a value that orjson has written. Raises `ValueError` for what it has changed in silence."""
-    if isinstance(value, dict | list | tuple):
-        if not levels:
+def heard_info(info: dict[str, Any]) -> dict[str, Any]:
+    """Return an info of `told_info` that came as JSON. The log names what is left out."""
+    if MARK not in info:
+        return info
+    left_out, copy = info[MARK], read_info(info)
+    _warn_of([one_line(f"{name:.200}") for name in left_out[:_MOST_NAMES]] if isinstance(left_out, list) else ())
+    return copy  # type: ignore[no-any-return]
+
+
+def _warn_of(left_out: Sequence[str]) -> None:
+    """Count what was left out, by name. Log it the first time, the tenth, and so on."""
+    for name in left_out:
+        if name in _left_out or len(_left_out) < _MOST_KINDS:
+            times = _left_out[name] = _left_out.get(name, 0) + 1
+            if f"{times}".strip("0") == "1":
+                log.warning("infos go without %s, %s so far; tell plain values instead", name, f"{times:,}")
+
+
+class _Copying:
+    """One copy of an info, of plain values and arrays. `left_out` names what JSON cannot hold.
+
+    The place of a value is a pair: the place of the container around it, None for the info, and the key there.
+    """
+
+    def __init__(self) -> None:
+        self.left_out: list[str] = []
+        self._around = set[int]()
+        """Containers around the value that is being copied."""
+
+    def of_info(self, info: dict[Any, Any]) -> dict[Any, Any]:
+        """Return a copy of the whole info."""
+        try:
+            return self._within(info, info, None)  # type: ignore[no-any-return]
+        except BaseException as error:  # noqa: BLE001 - a user's class of dict
+            self._leave_out(None, error)
+            return {}
+
+    def of(self, value: Any, place: Any) -> Any:
+        """Return a copy of the value, or raise any error."""
+        kind = type(value)
+        if kind in _ATOMS:
+            if kind is str:
+                return _text(value)
+            return str(value) if kind is int and not -(2**63) <= value < 2**64 else value
+        if isinstance(value, np.ndarray):
+            return self._of_array(value, place)
+        if isinstance(value, dict | list | tuple | Mapping | Set | deque | range):
+            return self._within(value, value, place)
+        if isinstance(value, Enum):
+            return self.of(value.value, place)
+        for plain in (str, int, float):
+            if isinstance(value, plain):  # of a class of its own
+                return self.of(plain(value), place)
+        if isinstance(value, np.floating):  # longer than a double
+            return float(value)
+        if is_dataclass(value) and not isinstance(value, type):
+            parts = {one.name: getattr(value, one.name) for one in fields(value) if not one.name.startswith("_")}
+            return self._within(value, parts, place)
+        if isinstance(value, bytes | bytearray):
+            return value.decode(errors="backslashreplace")
+        if isinstance(value, PathLike):
+            return self.of(fspath(value), place)
+        return self._of_other(value, place)
+
+    def _of_array(self, value: NDArray[Any], place: Any) -> Any:
+        match value.dtype.kind:
+            case "b" | "i" | "u" | "f":
+                return value.astype(float if value.dtype.char == "g" else value.dtype.newbyteorder("="))
+            case "U":
+                return np.array(self.of(value.tolist(), place), str)
+            case "O" | "S" | "V":
+                return self.of(value.tolist(), place)
+        if value.dtype.kind == "c":
+            raise TypeError("complex numbers")
+        return self._of_other(value, place)
+
+    def _of_other(self, value: Any, place: Any) -> Any:
+        try:
+            return orjson.loads(plain_json(value))  # a date as text, for example
+        except TypeError:
+            if not hasattr(value, "tolist"):  # as a tensor has
+                raise
+            return self.of(value.tolist(), place)
+
+    def _within(self, value: Any, parts: Any, place: Any) -> Any:
+        if id(value) in self._around:
+            raise ValueError("it contains itself")
+        if len(self._around) >= INFO_DEPTH:
             raise ValueError(f"nested deeper than {INFO_DEPTH} levels")
-        if isinstance(value, dict):
-            if not _TEXT.issuperset(map(type, value)):
-                json_copy([*value])
-                if len(orjson.loads(info_json(dict.fromkeys(value)))) < len(value):
-                    raise ValueError("two keys that are the same as text")
-            return {key: json_copy(part, levels - 1) for key, part in value.items()}
-        own = [json_copy(part, levels - 1) for part in value]
-        return own if isinstance(value, list) else tuple(own)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufU":
-        if value.dtype.kind == "f" and not np.isfinite(value).all():
-            raise ValueError("a number that is not finite, which JSON does not have")
-        return value.copy()
-    if isinstance(value, float | np.floating) and not math.isfinite(value):
-        raise ValueError(f"{value}, which JSON does not have")
-    if type(value) in _ATOMS:
-        return value
-    if isinstance(value, Enum):
-        return json_copy(value.value, levels)
-    if isinstance(value, np.ndarray) and value.dtype.kind == "O":
-        return json_copy(value.tolist(), levels)
-    # As it arrives from other processes: a date as text, for example.
-    read = orjson.loads(info_json(value))
-    return json_copy({name: getattr(value, name) for name in read} if is_dataclass(value) else read, levels)
+        self._around.add(id(value))
+        try:
+            if isinstance(parts, Mapping):
+                return self._of_mapping(parts, place)
+            own = [self._of_element(part, (place, ...)) for part in _in_order(parts)]
+            return tuple(own) if isinstance(parts, tuple) else own
+        finally:
+            self._around.discard(id(value))
 
+    def _of_element(self, value: Any, place: Any) -> Any:
+        try:
+            return self.of(value, place)
+        except BaseException as error:  # noqa: BLE001 - a user's class
+            self._leave_out(place, error)
+            return None
 
-def _place_of_bad(value: Any) -> str:
-    """Return which part of an info cannot be sent, and its `repr`."""
-    where = "info"
-    for _ in range(4):
-        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        for key, part in parts:
+    def _of_mapping(self, value: Mapping[Any, Any], place: Any) -> dict[Any, Any]:
+        own: dict[Any, Any] = {}
+        texts = {MARK} if place is None else set[str]()
+        for key, part in value.items():
             try:
-                _read_info({"": part})
-            except BaseException as error:  # noqa: BLE001 - as in `told_info`
-                raise_stop(error)
-                where, value = f"{where}[{brief(key, 40)}]", part
-                break
-        else:
-            break
-    return f"{where} = {brief(value)}"
+                name, text = _names_of(key)
+                if text in texts:
+                    raise ValueError("a reserved key" if text == MARK else "two keys that are the same as text")
+                own[name] = self.of(part, (place, key))
+                texts.add(text)
+            except BaseException as error:  # noqa: BLE001 - a user's class
+                self._leave_out((place, key), error)
+                if key == MASK:
+                    own[key] = None  # no mask, which is an error where it is read
+        return own
+
+    def _leave_out(self, place: Any, error: BaseException) -> None:
+        raise_stop(error)
+        name = f"{_where(place):.100} ({message_of(error):.100})"
+        if name not in self.left_out and len(self.left_out) < _MOST_NAMES:
+            self.left_out.append(name)
+
+
+def _in_order(parts: Any) -> Any:
+    return sorted(parts, key=repr) if isinstance(parts, Set) else parts
+
+
+def _text(value: str) -> str:
+    """Return the text, with escapes for lone surrogates."""
+    return value if value.isascii() else value.encode(errors="backslashreplace").decode()
+
+
+def _names_of(key: Any) -> tuple[Any, str]:
+    """Return a key as a copy has it, and as JSON has it."""
+    if isinstance(key, str):
+        text = _text(str(key))
+        return text, text
+    text = ""
+    with suppress(TypeError):
+        (text,) = orjson.loads(plain_json({key: 0}))
+    if not text or (text == "null" and key is not None):
+        text = _text(str(key))
+        return text, text
+    return (key if type(key) in _KEYS else text), text
+
+
+def _where(place: Any) -> str:
+    return "info" if place is None else f"{_where(place[0])}[{'...' if place[1] is ... else brief(place[1], 40)}]"
 
 
 def end_of(terminated: Any, truncated: Any) -> ChunkEnd:

@@ -35,6 +35,7 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.errors.serving import ServingError
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Message
+from headrace.workers.envs.checks import heard_info
 
 Name = Annotated[str, Field(min_length=1, max_length=64)]
 EpisodeId = Annotated[str, Field(min_length=1, max_length=128)]
@@ -106,7 +107,7 @@ class EpisodeStep(AnyStep):
     @property
     def news(self) -> tuple[Any, ...]:
         """Return the reward and the info."""
-        return (self.reward, self.info) if self.reward or self.info else ()
+        return (self.reward, self.info and heard_info(self.info)) if self.reward or self.info else ()
 
 
 class EpisodeAbort(ClientRequest):
@@ -272,7 +273,8 @@ class AgentsStep(AnyStep):
     @property
     def news(self) -> tuple[Any, ...]:
         """Return rewards, infos, and who is terminated or truncated, by agent."""
-        news = self.reward, self.info, _of_agents(self.terminated), _of_agents(self.truncated)
+        infos = {agent: heard_info(info) for agent, info in self.info.items()}
+        news = self.reward, infos, _of_agents(self.terminated), _of_agents(self.truncated)
         return news if any(news) else ()
 
 

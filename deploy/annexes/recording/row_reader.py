@@ -16,6 +16,7 @@ from headrace.deploy.annexes.recording.recording_folder import beside, metadata_
 from headrace.deploy.annexes.recording.row_tables import FINAL, column_of
 from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch, is_obs_column
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, LOOKBACK
+from headrace.schemas.chunks.info_json import read_info
 from headrace.schemas.chunks.spaces import Spaces, spaces_from_json
 from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import RunDirError
@@ -109,7 +110,7 @@ class _File:
             agents=row["agents"],
             modules=[row["module"]],
             reasons=row["reasons"],
-            infos={i: {int(t): info for t, info in infos[i].items()} for i in infos},
+            infos={i: {int(t): read_info(info) for t, info in infos[i].items()} for i in infos},
             slot=row["slot"],
             incarnation=row["incarnation"],
             seq=row["seq"],

@@ -22,8 +22,9 @@ import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch, info_json, is_obs_column
+from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch, is_obs_column
 from headrace.schemas.chunks.chunk import EXPLORE, LOOKBACK, RANDOM_ACTIONS, UNSEEDED, ChunkEnd, format_episode_id
+from headrace.schemas.chunks.info_json import infos_json
 from headrace.schemas.chunks.task import Task
 
 FINAL = "final_"
@@ -288,7 +289,7 @@ def _task_numbers(batch: ChunkBatch) -> NDArray[np.int32]:
 
 def _infos(batch: ChunkBatch, chunk: int) -> str | None:
     infos = batch.infos.get(chunk)
-    return info_json(infos).decode() if infos else None
+    return infos_json(infos).decode() if infos else None
 
 
 def _concatenated(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -13,7 +13,7 @@ from headrace.schemas.errors import ConfigError, missing_env_error
 from headrace.schemas.settings.plugins import load_object
 from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.checks import json_copy
+from headrace.workers.envs.checks import told_info
 from headrace.workers.envs.creators import registered_creator
 from headrace.workers.envs.process.control import Command, Phase
 
@@ -39,8 +39,10 @@ def name_env(env: str | Callable[..., Any] | None) -> str:
 def env_config_json(env_config: Mapping[str, Any]) -> bytes:
     """Return `env_config` as JSON for another process. Raises `ConfigError` for values that JSON cannot hold."""
     try:
-        json_copy(env_config)
-        return orjson.dumps(env_config, option=orjson.OPT_SERIALIZE_NUMPY)
+        written = orjson.dumps(env_config, option=orjson.OPT_SERIALIZE_NUMPY)
+        if written != told_info(dict(env_config))[1]:
+            raise ValueError("a number that is not finite, which JSON does not have, or nested too deep")
+        return written
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"it cannot be sent to another process as JSON ({error}); give plain values, or env_placement = 'inline'",
@@ -77,6 +79,7 @@ def job_of(config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
         "num_envs": config.num_envs,
         "width": config.num_envs,
         "check_bounds": not config.disable_env_checking,
+        "keeps_infos": config.infos == "all",
         "several_agents": config.is_multi_agent,
         "close_timeout_s": ENV_CLOSE_TIMEOUT_S,
         "import_path": sys.path,

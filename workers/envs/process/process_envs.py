@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Spaces
+from headrace.workers.envs.action_masks import masks_of
 from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.checks import take_reset_apart, told_info
 from headrace.workers.envs.context import EnvContext
@@ -65,6 +66,8 @@ class ProcessJob(BaseModel):
     width: int
     """Number of lanes in the whole pool, which is the number of rows of each column."""
     check_bounds: bool
+    keeps_infos: bool
+    """False: of infos only masks of actions are sent."""
     several_agents: bool | None
     """Argument of `BuildEnv`: True for multi-agent envs, which are packed, False for others; None: either kind."""
     close_timeout_s: float
@@ -144,6 +147,7 @@ class ProcessEnvs:
         self._places = [_LaneEnv(index) for index in range(job.lanes)]
         self._all_step = bytes([Command.STEP] * job.lanes)
         self._rewards: NDArray[np.float64] | None = None
+        self._tell = _info_json if job.keeps_infos else _masks_json
 
     def obey(self, slot: Slot, channel: ProcessEnd) -> None:
         """Execute each lane's command, and write the reply."""
@@ -233,7 +237,7 @@ class ProcessEnvs:
             try:
                 with self._control.during(place.index, Phase.RESET):
                     observation, info = take_reset_apart(reset_with(place.env, reset_seed(seed), place.task))
-                written = _info_json(info) if info else None
+                written = self._tell(info) if info else None
             except BaseException as error:  # noqa: BLE001 - a user's env
                 raise_stop(error)
                 reply.fail(place.index, "reset", error)
@@ -269,7 +273,7 @@ class ProcessEnvs:
         # Copied, because the driver writes the next actions there, and an env may keep what it was given.
         copied = {name: column.copy() for name, column in self._actions.items()}
         actions = to_env_form(self._action_space, copied)
-        outcome = step_all(places, actions, self._observations, len(self._places), _info_json)
+        outcome = step_all(places, actions, self._observations, len(self._places), self._tell)
         self._control.end()
         if len(places) == len(self._places):
             self._rewards[:] = outcome.rewards
@@ -277,7 +281,7 @@ class ProcessEnvs:
             self._rewards[[place.index for place in places]] = outcome.rewards
         for failure in outcome.failures:
             reply.fail(failure.lane, "step", failure.error, stepped=failure.stepped)
-        reply.infos = outcome.infos
+        reply.infos = [told for told in outcome.infos if told[1] is not None]
         again = []
         for lane, end in outcome.ended:
             reply.mark(lane, end)
@@ -290,5 +294,11 @@ class ProcessEnvs:
 
 
 def _info_json(info: dict[str, Any]) -> orjson.Fragment:
-    """Return an info as JSON. Raises `EnvContractError` for values that JSON cannot hold."""
+    """Return an info as JSON. Raises `EnvContractError` unless it is a dict."""
     return orjson.Fragment(told_info(info)[1])
+
+
+def _masks_json(info: dict[str, Any]) -> orjson.Fragment | None:
+    """Return the masks in an info, or in those of several agents, as JSON. None without masks."""
+    own = masks_of(info)
+    return _info_json(own) if own else None

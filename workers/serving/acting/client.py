@@ -26,6 +26,7 @@ from headrace.schemas.errors.episodes import EpisodeTimeoutError
 from headrace.schemas.errors.serving import MessageTooLargeError, UnknownSessionError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.checks import heard_info
 from headrace.workers.external.calls import Answer
 from headrace.workers.external.env import ExternalEnv, ExternalMultiAgentEnv
 from headrace.workers.runner.single_agent_env_runner import open_runner
@@ -143,9 +144,10 @@ class ActingClient(Closable):
         Raises `EnvContractError` for an info that fits no chunk, too.
         """
         if isinstance(self.spaces, Spaces):
-            info = None if info is None else read_info(info, max_bytes=_INFO_BYTES)
+            info = None if info is None else heard_info(read_info(info, max_bytes=_INFO_BYTES))
         elif isinstance(info, Mapping):
-            info = {agent: read_info(own, f"info of agent {agent!r}", _INFO_BYTES) for agent, own in info.items()}
+            read = {agent: read_info(own, f"info of agent {agent!r}", _INFO_BYTES) for agent, own in info.items()}
+            info = {agent: heard_info(own) for agent, own in read.items()}
         self._env.log_returns(episode_id, reward, info, *dones, **named_dones)
 
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:

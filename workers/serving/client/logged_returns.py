@@ -14,14 +14,16 @@ import numpy as np
 import orjson
 
 from headrace.schemas.basics.printable import brief
+from headrace.schemas.chunks.info_json import info_json
+from headrace.schemas.chunks.info_json import read_info as written_info
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
+from headrace.schemas.frames.wire import DEFAULT_LIMITS
 from headrace.workers.envs.bounds import LARGEST_REWARD
+from headrace.workers.envs.checks import told_info
 from headrace.workers.serving.serving_messages import ALL
 
 _MAX_INFO_BYTES = DEFAULT_LIMITS.header_bytes // 2
-_MAX_INFO_DEPTH = DEFAULT_LIMITS.header_depth // 2
 """The other half of a message's header is for its other fields."""
 
 Dones = Mapping[Any, bool]
@@ -137,21 +139,16 @@ def check_reward(reward: Any) -> float:
 
 
 def read_info(info: Any, what: str = "info", max_bytes: int = _MAX_INFO_BYTES) -> dict[str, Any]:
-    """Return a copy of an info as a chunk stores it: numbers and lists for NumPy's, text keys, null for NaN.
+    """Return a copy of an info as `told_info` writes it.
 
-    Raises `EnvContractError` for anything but a dict, for values that JSON cannot carry, and for more than `max_bytes`.
-    The default is what fits into the header of one step.
+    One of more than `max_bytes` is left out. The default is what fits into the header of one step. Raises
+    `EnvContractError` for anything but a dict.
     """
-    if not isinstance(info, dict):
-        raise EnvContractError(what, f"{brief(info)} ({type(info)})", "a dict")
     try:
-        written = orjson.dumps(info, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-    except TypeError as error:
-        raise EnvContractError(what, f"{error!s:.120}", "a dict that JSON can carry") from error
+        written = told_info(written_info(info))[1]  # it may have been written before
+    except EnvContractError as error:
+        raise EnvContractError(what, error.seen, error.expected) from error
+    if len(written) > max_bytes:
+        written = info_json({}, [f"{what} ({len(written):,} bytes of JSON; at most {max_bytes:,} fit)"])
     read: dict[str, Any] = orjson.loads(written)
-    if orjson.dumps(read).count(b'":') < written.count(b'":'):
-        raise EnvContractError(what, f"{info!r:.80} (two keys that are the same as text)", "a dict that JSON can carry")
-    if is_deeper(read, _MAX_INFO_DEPTH) or len(written) > max_bytes:
-        seen = f"{len(written)} bytes of JSON"
-        raise EnvContractError(what, seen, f"at most {max_bytes} bytes, and {_MAX_INFO_DEPTH} levels deep")
     return read

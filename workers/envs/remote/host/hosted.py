@@ -10,11 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.info_json import MARK
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import EncodeError, EnvContractError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode, is_deeper, most_names
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.action_masks import masks_of
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.control import Command, reset_seed
@@ -175,7 +177,10 @@ class HostedEnvs:
         return sorted(places)
 
     def _compose(self, places: Sequence[int]) -> list[list[Buffer]]:
-        """Return one message, or several if it would be too large. If one env's answer is too large, that env fails."""
+        """Return one message, or several if it would be too large. One env's answer then goes without infos.
+
+        If it is still too large, that env fails.
+        """
         if not places:
             return []
         try:
@@ -184,6 +189,16 @@ class HostedEnvs:
             if len(places) > 1:
                 half = len(places) // 2
                 return self._compose(places[:half]) + self._compose(places[half:])
+            told = self._places[places[0]].told
+            why = f"info ({error!s:.150})"
+            shorter: dict[str, Any] = {
+                name: (places[0], {MARK: [why], **masks_of(told[name][1])})
+                for name in ("infos", "began")
+                if name in told and told[name][1] and told[name][1].get(MARK) != [why]
+            }
+            if shorter:
+                told |= shorter
+                return self._compose(places)
             self._spoil(places[0], error)
             return [self._encode(places)]
 
@@ -191,7 +206,7 @@ class HostedEnvs:
         own = self._places[place]
         stepped = "stepped" in own.told
         at = "step" if stepped else "reset"
-        told = EnvContractError(f"answer of {at}", str(error), "no larger than a message, infos above all")
+        told = EnvContractError(f"answer of {at}", str(error), "no larger than a message")
         failure = Failure(place, told, stepped=stepped, at=at)
         own.begin(own.number)
         own.fail(failure)
