@@ -188,7 +188,7 @@ class NativeVector(NativeLanes):
                     self._reset(own, values)
         elif self._pending is not None:
             # Write the observations of all lanes again, which is cheaper than taking the batch apart.
-            self.observations.put_rows(self._pending.observations, self._pending.lanes)
+            self.observations.put_rows(self._pending.observations, self._pending.lanes, new=())
             self._begin_unseeded(lanes, self._pending)
 
     def _by_task(self, lanes: Sequence[int]) -> list[tuple[dict[str, Any], Sequence[int]]]:
@@ -216,7 +216,7 @@ class NativeVector(NativeLanes):
             with self._limited(UserCall.RESET):
                 answer = self._env.reset(**arguments)
             observations, infos = take_reset_apart(answer)
-            for _, problem in self.observations.put_rows(observations, moved(infos, len(self.lanes))):
+            for _, problem in self.observations.put_rows(observations, moved(infos, len(self.lanes)), new=lanes):
                 raise problem
             told = self._infos_by_lane(infos)
             told = {lane: own_info(told[lane]) for lane in lanes if lane in told}

@@ -76,7 +76,7 @@ def job_of(config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
         "num_workers": config.num_workers,
         "num_envs": config.num_envs,
         "width": config.num_envs,
-        "check_bounds": not config.disable_env_checking,
+        "strict_bounds": config.strict_bounds,
         "several_agents": config.is_multi_agent,
         "close_timeout_s": ENV_CLOSE_TIMEOUT_S,
         "import_path": sys.path,
