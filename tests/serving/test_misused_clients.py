@@ -136,3 +136,4 @@ def test_clients_check_bounds_if_the_config_says_so(acts: bool, strict: bool) ->
                 client.get_action(episode, [9.0, 0.0, 0.0, 0.0])
             client.get_action(episode, SEEN)
             client.end_episode(episode, SEEN)
+        assert acts or there.runner.totals.observations_outside == (not strict)

@@ -384,6 +384,34 @@ def test_an_observation_outside_its_box_is_delivered_unless_bounds_are_strict(ca
         sampler.sample(num_timesteps=1)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.95])
+@pytest.mark.parametrize("kind", [None, "sync"])
+def test_episodes_that_leave_the_box_are_in_the_mean_of_the_delivered_ones(share: float, kind: Any) -> None:
+    lived: list[float] = []
+
+    class Leaves(Counting):
+        def reset(self, **kwargs: Any) -> Any:
+            answer = super().reset(**kwargs)
+            self.leaves, self.earned = self.np_random.random() < share, 0.0
+            return answer
+
+        def step(self, action: Any) -> Any:
+            observation, _, *end = super().step(action)
+            self.earned += -10.0 if self.leaves else 1.0
+            if end[0]:
+                lived.append(self.earned)
+            return observation - 1e3 * self.leaves, -10.0 if self.leaves else 1.0, *end
+
+    with runner(Leaves, num_envs=4, gym_env_vectorize_mode=kind, rollout_fragment_length=50) as sampler:
+        for _ in range(3):
+            sampler.sample_fragment()
+        delivered = [earned for earned, _ in sampler.take_finished_episodes()]
+        assert sorted(delivered) == sorted(lived)
+        assert len(delivered) == 120
+        assert sampler.totals.observations_outside == 5 * delivered.count(-50.0)
+        assert abs(delivered.count(-50.0) / 120 - share) < 0.1
+
+
 def test_close_that_fails_or_hangs_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
