@@ -31,13 +31,13 @@ _OF_PORTS = ("broker.allow_insecure", "broker.host")
 """Keys by which a worker chooses its ports for env hosts and clients."""
 _OF_ENV_HOSTS = (
     *("broker.lease_s", "keys.", "worker.connect_timeout_s", "worker.ends_with_fleet"),
-    "sampling.disable_env_checking",
     "sampling.env_c",
     "sampling.env_process",
     "sampling.env_reset",
     "sampling.env_step",
     "sampling.envs_per_process",
     "sampling.num_envs",
+    "sampling.strict_bounds",
 )
 """Prefixes of the keys that an env host reads, in addition to sampling.env."""
 

@@ -104,6 +104,7 @@ KINDS = (
     FindingKind("round_waits", "warning", 30, "sampling.synchronous", "Look at the workers named."),
     FindingKind("no_clients", "warning", 30, "serving.enabled", "Connect clients."),
     FindingKind("envs_failing", "warning", 0, "sampling.env_restart_attempts", "headrace rerun RUN, or its log."),
+    FindingKind("bounds_left", "warning", 0, "", "Correct the space, or clip observations."),
     FindingKind("tasks_refused", "warning", 0, "", "Correct the env or the task."),
     FindingKind("episodes_censored", "warning", 0, "", "Look at what aborts them."),
     FindingKind("envs_down", "warning", 20, "sampling.env_reset_timeout_s", "Read the newest failure."),

@@ -124,6 +124,7 @@ def _observations(facts: Facts) -> Iterator[Observation]:
         if ready or not own:
             yield from stream_checks.waits_of_workers(facts, ready)
     yield from stream_checks.failing_envs(facts)
+    yield from stream_checks.left_bounds(facts)
     yield from stream_checks.refused_tasks(facts)
     yield from stream_checks.censored_episodes(facts)
     yield from stream_checks.losing_groups(facts)

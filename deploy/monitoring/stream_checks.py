@@ -34,6 +34,9 @@ _LOST_WITH_PEERS = tuple(
 )
 _FAILED_LATELY_S = 20.0
 _ENV_FAILURES = "env_failures_total"
+_OUTSIDE = "observations_outside_total"
+_MANY_OUTSIDE = 0.01
+"""Observations outside their Box for each step, above which they are named."""
 _OF_ONE_ENV = re.compile(r" in env # at [^:]*")
 """In what failures of one cause differ besides numbers: the env and the step of the episode."""
 _PER_S = 3 / 60.0
@@ -144,6 +147,17 @@ def _failures_per_min(facts: Facts, count: float) -> str:
     span_s, now = (facts.snapshot.reported_unix_s or 0.0) - at, facts.snapshot.totals.get(_ENV_FAILURES, 0)
     rose = now - values.get(_ENV_FAILURES, now)
     return f" at {60 * rose / span_s * count / of_all:,.3g}/min" if rose > 0 and span_s > 0 else ""
+
+
+def left_bounds(facts: Facts) -> Iterator[Observation]:
+    """Yield that many observations have values outside their Box."""
+    totals = facts.snapshot.totals
+    outside, steps = totals.get(_OUTSIDE, 0), totals.get("agent_steps_total", 0)
+    if outside > _MANY_OUTSIDE * steps:
+        of_all = f"{outside:,} observations in {steps:,} agent steps"
+        sentence = f"{of_all} have values outside their Box; they were delivered as told"
+        log = "" if facts.run_dir is None else f"grep -r 'its Box ends' {facts.run_dir / 'logs'}"
+        yield observe(facts, "bounds_left", "envs", sentence, command=log)
 
 
 def refused_tasks(facts: Facts) -> Iterator[Observation]:

@@ -126,6 +126,10 @@ _ENV_STEPS = Metric(
     "env_steps_total", "env steps", "taken by workers' envs, one for all agents that acted", shown="Env steps"
 )
 
+_OUTSIDE = Metric(
+    "observations_outside_total", "observations", "of agents with values outside their Box, delivered as told"
+)
+
 
 class WorkerTotals(BaseModel):
     """Running totals of one incarnation right after batch `seq` was cut (0: none yet).
@@ -151,6 +155,8 @@ class WorkerTotals(BaseModel):
     """Steps of envs, counted once for all agents that acted. None from a peer or a book that knows envs of one agent
     only.
     """
+    observations_outside: Annotated[Natural | None, CounterRow(96, _OUTSIDE, value="known_outside")] = None
+    """Observations with values outside their Box, delivered as told. None from a peer that does not count them."""
     module_steps: StepsByModule = {}
     """`shipped` by module; in a row, as of the last batch accepted. Empty where that is not known."""
 
@@ -158,6 +164,11 @@ class WorkerTotals(BaseModel):
     def steps_of_envs(self) -> int:
         """Return `env_steps`; where that is not known, `stepped`, since every step is then an env's."""
         return self.stepped if self.env_steps is None else self.env_steps
+
+    @property
+    def known_outside(self) -> int:
+        """Return `observations_outside`; 0 where that is not known."""
+        return self.observations_outside or 0
 
 
 COUNTERS: Mapping[str, CounterRow] = MappingProxyType(

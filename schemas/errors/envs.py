@@ -96,10 +96,14 @@ class EnvRestartBudgetError(EnvError):
     exit_code = ExitCode.ENV_RESTART_BUDGET
 
     def __init__(
-        self, env_index: int, failures: int, window_s: float, last: str, remedy: str = "repair the env"
+        self,
+        env_index: int,
+        failures: int,
+        window_s: float,
+        last: str,
+        remedy: str = "repair the env, or raise env_restart_attempts",
     ) -> None:
         self.env_index, self.failures, self.window_s = env_index, failures, window_s
         super().__init__(
-            f"env {env_index} failed {failures} times within {window_s:g} s and is given up (last: {last}); "
-            f"{remedy}, or raise env_restart_attempts"
+            f"env {env_index} failed {failures} times within {window_s:g} s and is given up (last: {last}); {remedy}"
         )

@@ -38,8 +38,11 @@ class Message(BaseModel):
 
     def frames(self) -> list[Buffer]:
         """Return the message as ZeroMQ frames."""
-        empty = {name for name in self.LEFT_OUT if not getattr(self, name)}
-        return encode(self.KIND, self.model_dump(exclude=empty or None))
+        return encode(self.KIND, self.to_wire())
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the fields as they go onto the wire."""
+        return self.model_dump(exclude={name for name in self.LEFT_OUT if not getattr(self, name)} or None)
 
 
 class SourcePosition(BaseModel):

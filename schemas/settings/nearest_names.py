@@ -34,6 +34,7 @@ _MEANT = {
     "clip_range": ("clip",),
     "vf_coef": ("value_coefficient",),
     "ent_coef": ("entropy_coefficient",),
+    "disable_env_checking": ("strict_bounds",),
     # of earlier versions
     "drain_timeout_s": ("stop_timeout_s",),
     "env_construct_timeout_s": ("env_reset_timeout_s",),

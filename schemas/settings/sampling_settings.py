@@ -90,8 +90,9 @@ class SamplingSettings(ConfigSection):
     """threads torch may use in the sampling process"""
     device: str = "cpu"
     """where policies act: "cpu", "cuda", "cuda:1", or "auto": CUDA where there is any"""
-    disable_env_checking: bool = False
-    """skip the check of observations against their bounds; never that of shape and dtype"""
+    strict_bounds: bool = False
+    """fail an env whose observation leaves its Box; else the observation is delivered as told, counted, and named in
+    the log"""
     restart_failed_sub_environments: bool = True
     """rebuild an env that failed and go on; False raises its error"""
     env_placement: Literal["inline", "process", "remote"] = "inline"

@@ -355,6 +355,12 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
         r"envs of worker-0 fail again and again: 9 in all, the newest 2 s ago: boom\?; 1 of 8 envs are down",
         "tail /runs/a/logs/worker-0.log",
     ),
+    "observations outside their Box": (
+        told(totals={"agent_steps_total": 9000, "observations_outside_total": 91}),
+        "bounds_left",
+        "91 observations in 9,000 agent steps have values outside their Box; they were delivered as told",
+        "grep -r 'its Box ends' /runs/a/logs",
+    ),
     "envs that take no tasks": (
         told(workers={0: REFUSES, 1: REFUSES}),
         "tasks_refused",

@@ -311,7 +311,7 @@ single("inline/cartpole/lstm", fragments, env="CartPole-v1", module=LSTM, exact=
 
 UNFORGIVING: Settings = {**fault({"5": "raise", "30": "nan reward"}), "restart_failed_sub_environments": False}
 GIVES_UP: Settings = {**STORM, "env_restart_attempts": 1}
-OUTSIDE = fault({"9": "outside"})
+OUTSIDE = fault({"9": "outside, finite"})
 
 LONG: Settings = {"rollout_fragment_length": 24, "metrics_num_episodes_for_smoothing": 10, "num_workers": 3}
 single("inline/walk/long", long, env_config={"odds": 2}, **LONG)
@@ -335,8 +335,8 @@ single("inline/walk/gives up", errors, module=ExactRecurrent, **GIVES_UP)
 single("inline/walk/callback raises", errors, callbacks=[Touchy])
 single("inline/walk/broken off", broken_off)
 single("inline/walk/broken off/whole episodes", broken_off, batch_mode="complete_episodes", module=ExactRecurrent)
-single("inline/walk/outside", faults, **OUTSIDE)
-single("inline/walk/outside unchecked", faults, disable_env_checking=True, **OUTSIDE)
+single("inline/walk/outside", faults, strict_bounds=True, **OUTSIDE)
+single("inline/walk/outside unchecked", faults, **OUTSIDE)
 single("inline/nested/no policy", at_random, env=envs.Nested, module=no_policy)
 single("inline/push/learn", learn, env=envs.Push, env_to_module=[MeanStd], exact=False)
 

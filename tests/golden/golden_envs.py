@@ -59,10 +59,13 @@ def _changed(part: int, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return apply
 
 
-def _outside(observation: Any) -> Any:
-    if isinstance(observation, dict):
-        return {**observation, "at": observation["at"] + np.float32(1e6)}
-    return observation + np.float32(1e6)
+def _moved(by: float) -> Callable[[Any], Any]:
+    def apply(observation: Any) -> Any:
+        if isinstance(observation, dict):
+            return {**observation, "at": observation["at"] + np.float32(by)}
+        return observation + np.float32(by)
+
+    return apply
 
 
 FAULTS: dict[str, Callable[[Any], Any]] = {
@@ -74,7 +77,8 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "nan reward": _changed(1, lambda _: float("nan")),
     "wrong shape": _changed(0, lambda _: np.zeros(9, np.float32)),
     "wrong dtype": _changed(0, lambda _: np.zeros(3, np.complex128)),
-    "outside": _changed(0, _outside),
+    "outside": _changed(0, _moved(np.inf)),
+    "outside, finite": _changed(0, _moved(1e6)),
     "list info": lambda answer: (*answer[:-1], [1]),
     "four parts": lambda answer: answer[:4],
 }

@@ -191,7 +191,7 @@ BOUNDED_BY_THE_MESSAGE = {
     "ClientReject": "error message facts",
     "ClientWelcome": "spaces episodes",
     "Commit": "position",
-    "EnvAnswers": "answers stepped ended also_truncated began built infos failures",
+    "EnvAnswers": "answers stepped ended also_truncated began built infos failures outside",
     "EnvHeartbeat": "under_way",
     "EnvHostBye": "reason",
     "EnvHostHello": "spaces env host",

@@ -135,16 +135,18 @@ def test_a_bad_info_of_an_agent_is_refused_with_the_agents_name(make: Any) -> No
 
 
 @pytest.mark.parametrize("acts", [False, True], ids=["served", "acting"])
-@pytest.mark.parametrize("unchecked", [False, True])
-def test_clients_check_bounds_if_the_config_says_so(acts: bool, unchecked: bool) -> None:
-    """Earlier, they did so in any case."""
-    with serving_runner(disable_env_checking=unchecked) as there:
+@pytest.mark.parametrize("strict", [False, True])
+def test_clients_check_bounds_if_the_config_says_so(acts: bool, strict: bool) -> None:
+    with serving_runner(strict_bounds=strict) as there:
         make: Any = acting if acts else PolicyClient
-        changes: dict[str, Any] = {"disable_env_checking": unchecked} if acts else {"timeout_s": TIMEOUT_S}
+        changes: dict[str, Any] = {"strict_bounds": strict} if acts else {"timeout_s": TIMEOUT_S}
         with make(there.endpoint, **changes) as client:
             episode = client.start_episode()
-            told = pytest.raises(EnvContractError, match=r"(?s)obs should be within .* got values from 0\.0 to 9\.0")
-            with nullcontext() if unchecked else told:
+            told = pytest.raises(
+                EnvContractError, match=r"(?s)obs(ervation)? should be within .* got values from 0\.0 to 9\.0"
+            )
+            with told if strict else nullcontext():
                 client.get_action(episode, [9.0, 0.0, 0.0, 0.0])
             client.get_action(episode, SEEN)
             client.end_episode(episode, SEEN)
+        assert acts or there.runner.totals.observations_outside == (not strict)

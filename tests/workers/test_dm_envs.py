@@ -18,10 +18,11 @@ from support.envs.toy import check_books, runner
 
 
 class Catch(dm_env.Environment):
-    """Three steps; the last has the discount that `config` says, and each the reward of its action."""
+    """Three steps with the discounts that `config` says, and each the reward of its action."""
 
     def __init__(self, config: Any) -> None:
         self.discount = config.get("discount", 0.0)
+        self.within = config.get("within", (1.0, 0.0))
         self.restarts = config.get("restarts", False)
         self.t = 0
         self.closed = False
@@ -50,7 +51,7 @@ class Catch(dm_env.Environment):
         if self.restarts:
             return self.reset()
         if self.t < 3:
-            return dm_env.transition(float(action), self._observe(), discount=0.5)
+            return dm_env.transition(float(action), self._observe(), discount=self.within[self.t - 1])
         return dm_env.TimeStep(dm_env.StepType.LAST, float(action), self.discount, self._observe())
 
     def close(self) -> None:
@@ -70,7 +71,7 @@ def test_the_last_discount_says_whether_an_episode_has_terminated(discount: floa
         assert chunk.obs["parts"][1].tolist() == [[1, 0]] * 4
         assert chunk.obs["left"].tolist() == [3, 2, 1, 0]
         assert chunk.rewards.tolist() == chunk.actions.tolist()
-        assert [info.get("discount") for info in chunk.infos] == [None, 0.5, 0.5, None]
+        assert [info.get("discount") for info in chunk.infos] == [None, 1.0, 0.0, discount]
 
 
 def test_the_runner_wraps_a_dm_env_and_closes_it() -> None:
@@ -97,3 +98,12 @@ def test_dm_env_specs_become_gymnasium_spaces_of_the_same_values() -> None:
     assert space_of(specs.DiscreteArray(5, np.int64), "") == spaces.Discrete(5)
     with pytest.raises(EnvContractError, match=r"observation spec\['name'\] should be numbers or bools"):
         space_of({"name": specs.StringArray(())}, "observation spec")
+
+
+@pytest.mark.parametrize("placement", ["inline", "process"])
+def test_each_discount_within_an_episode_arrives_as_it_is(placement: str) -> None:
+    within = {"within": [float(np.float32(0.99)), 1 / 3]}
+    settings: Any = {"env_placement": placement, "env_config": {**within, "discount": 0.25}}
+    with runner(f"{__name__}:Catch" if placement == "process" else Catch, **settings) as sampler:
+        (chunk,) = sampler.sample(num_episodes=1)
+    assert [info.get("discount") for info in chunk.infos] == [None, *within["within"], 0.25]

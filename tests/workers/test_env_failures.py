@@ -352,7 +352,7 @@ def test_a_reset_with_a_bad_observation_is_an_env_failure() -> None:
         def reset(self, **kwargs: Any) -> Any:
             BadReset.resets += 1
             obs, info = super().reset(**kwargs)
-            return (obs, info) if BadReset.resets % 2 == 0 else (obs - 5.0, info)
+            return (obs, info) if BadReset.resets % 2 == 0 else (obs - np.inf, info)
 
     with runner(BadReset, env_config={"length": 3}) as sampler:
         assert sum(len(c) for c in sampler.sample(num_timesteps=6)) == 6
@@ -360,18 +360,56 @@ def test_a_reset_with_a_bad_observation_is_an_env_failure() -> None:
         check_books(sampler)
 
 
-def test_bounds_are_not_checked_when_checking_is_off() -> None:
+def test_an_observation_outside_its_box_is_delivered_unless_bounds_are_strict(caplog: pytest.LogCaptureFixture) -> None:
     class Outside(Counting):
         def observe(self) -> Any:
             return super().observe() - 5.0
 
-    with runner(Outside, disable_env_checking=True) as sampler:
-        assert sum(len(c) for c in sampler.sample(num_timesteps=6)) == 6
+    with runner(Outside, env_config={"length": 9}) as sampler:
+        (chunk,) = sampler.sample(num_timesteps=6)
+        assert chunk.obs[:, 0].tolist() == [-5, -4, -3, -2, -1, 0, 1]
+        assert (chunk.obs[:, 1] == -5).all()
+        assert sampler.totals.observations_outside == 7
+    (line,) = (record.getMessage() for record in caplog.records if "its Box ends" in record.getMessage())
+    assert "Outside is -5, and its Box ends at 0; delivered as told" in line
+    words = "(?s)observation should be within .* where strict_bounds is true, got values from -5.0"
+    with runner(Outside, strict_bounds=True, restart_failed_sub_environments=False) as sampler:
+        with pytest.raises(EnvContractError, match=words) as caught:
+            sampler.sample(num_timesteps=1)
+        assert "restart_failed_sub_environments = true rebuilds the env" in caught.value.__notes__[0]
     with (
-        runner(Outside, restart_failed_sub_environments=False) as sampler,
-        pytest.raises(EnvContractError, match="observation should be within"),
+        runner(Outside, strict_bounds=True, env_restart_attempts=1) as sampler,
+        pytest.raises(EnvRestartBudgetError, match=r"give what it should be, in the env or in a wrapper$"),
     ):
         sampler.sample(num_timesteps=1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.95])
+@pytest.mark.parametrize("kind", [None, "sync"])
+def test_episodes_that_leave_the_box_are_in_the_mean_of_the_delivered_ones(share: float, kind: Any) -> None:
+    lived: list[float] = []
+
+    class Leaves(Counting):
+        def reset(self, **kwargs: Any) -> Any:
+            answer = super().reset(**kwargs)
+            self.leaves, self.earned = self.np_random.random() < share, 0.0
+            return answer
+
+        def step(self, action: Any) -> Any:
+            observation, _, *end = super().step(action)
+            self.earned += -10.0 if self.leaves else 1.0
+            if end[0]:
+                lived.append(self.earned)
+            return observation - 1e3 * self.leaves, -10.0 if self.leaves else 1.0, *end
+
+    with runner(Leaves, num_envs=4, gym_env_vectorize_mode=kind, rollout_fragment_length=50) as sampler:
+        for _ in range(3):
+            sampler.sample_fragment()
+        delivered = [earned for earned, _ in sampler.take_finished_episodes()]
+        assert sorted(delivered) == sorted(lived)
+        assert len(delivered) == 120
+        assert sampler.totals.observations_outside == 5 * delivered.count(-50.0)
+        assert abs(delivered.count(-50.0) / 120 - share) < 0.1
 
 
 def test_close_that_fails_or_hangs_is_a_warning(

@@ -19,7 +19,7 @@ from gymnasium.vector import AutoresetMode
 from headrace.schemas.chunks.chunk import ChunkEnd, to_episode
 from headrace.schemas.errors import EnvRaisedError, EnvRestartBudgetError
 from headrace.workers import RunnerCallback, VectorEnv
-from support.envs.counting import LENGTHS, Broken, Counted, Drawing, Unsound
+from support.envs.counting import LENGTHS, Broken, Counted, Drawing, Flier, Unsound
 from support.envs.native_vectors import vector_of
 from support.envs.toy import check_books, runner
 from support.fleets.env_hosts import EnvHosts
@@ -84,7 +84,8 @@ class OfDeepMind(dm_env.Environment):
         self._env, self._seed = env, [seed]
 
     def observation_spec(self) -> Any:
-        return specs.BoundedArray((2,), np.float32, 0.0, 1e6)
+        space = self._env.observation_space
+        return specs.BoundedArray((2,), np.float32, space.low, space.high)
 
     def action_spec(self) -> Any:
         return specs.DiscreteArray(3)
@@ -201,6 +202,27 @@ def test_under_random_faults_every_lost_step_has_a_reason(kind: str) -> None:
         assert set(sampler.totals.discarded) <= {"env_exception", "env_bad_data"}
         open_now = {view.episode_id for view in sampler.running_episodes()}
         assert {episode for episode, chunk in last.items() if chunk.end is ChunkEnd.ONGOING} <= open_now
+
+
+@every_kind
+def test_observations_outside_their_box_are_delivered_and_counted_once(kind: str) -> None:
+    seen: dict[tuple[str, int], float] = {}
+    with _runner(kind, Flier) as sampler:
+        for _ in range(5):
+            for chunk in sampler.sample_fragment():
+                assert chunk.obs[:, 0].tolist() == [*range(chunk.t_start, chunk.t_start + len(chunk) + 1)]
+                for t, value in zip(
+                    range(chunk.t_start, chunk.t_start + len(chunk) + 1), chunk.obs[:, 1].tolist(), strict=True
+                ):
+                    seen[chunk.episode_id, t] = value
+                assert chunk.rewards.tolist() == [t - 1000.0 * (value > 99) for t, value in chunk.obs[1:].tolist()]
+        assert sampler.totals.discarded == {}
+        assert sampler.totals.env_failures == 0
+        outside = sum(value > 99 for value in seen.values())
+        ahead = sampler.config.num_envs if kind in ELSEWHERE else 0  # steps that no chunk has yet
+        assert 0 < outside <= sampler.totals.observations_outside <= outside + ahead
+        named = {part: excess for (_, part), excess in sampler.totals.named_excess.items()}
+        assert named == {"observation": 1e4 + 2 - 99}
 
 
 class Account(RunnerCallback):

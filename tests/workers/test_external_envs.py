@@ -121,7 +121,7 @@ def test_calls_for_unknown_ended_started_or_busy_episodes_are_refused() -> None:
     [
         (lambda e: e.ask("one", np.zeros(3, np.float32), print), r"observation should be .* got float32 \(3,\)"),
         (lambda e: e.ask("one", np.zeros(2), print), "observation should be .* got float64"),
-        (lambda e: e.ask("one", see(-1), print), r"observation should be within \[0"),
+        (lambda e: e.ask("one", see(-np.inf), print), r"observation should be within \[0"),
         (lambda e: e.ask("one", see(np.nan), print), "observation should be free of NaN"),
         (lambda e: e.end("one", None, print), "observation should be"),
         (lambda e: e.log_action("one", see(0), 100, print), r"action should be within \[0"),

@@ -65,7 +65,7 @@ def _bad_reward(answer: Any) -> Any:
 
 
 def _outside(answer: Any) -> Any:
-    return np.array([-5.0, 0.0], np.float32), *answer[1:]
+    return np.array([-np.inf, 0.0], np.float32), *answer[1:]
 
 
 def _hang(answer: Any) -> Any:

@@ -149,7 +149,7 @@ def test_a_value_that_the_dtype_or_the_bounds_do_not_hold_is_refused_and_not_cas
 ) -> None:
     sound = np.array(space.sample())[()]
     nested = gym.spaces.Dict(a=gym.spaces.Tuple([space]))
-    reader = RowReader(convert(space, "observation"), "obs", "observation", check_bounds=True)
+    reader = RowReader(convert(space, "observation"), "obs", "observation")
     for value in values:
         assert refusals(space, [value]) == [0]
         assert refusals(space, [sound, value, sound]) == [1]

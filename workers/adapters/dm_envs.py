@@ -21,8 +21,8 @@ def as_gymnasium(env: Any) -> Any:
 class DmEnv(gym.Env[Any, Any]):
     """A `dm_env.Environment` as a gymnasium env. Its specs become spaces.
 
-    An episode that ends with discount 0 has terminated; with any other discount it was truncated. A discount that is
-    neither 0 nor 1 is in the info. The protocol has no seeds: the creator seeds the env, for example by `context.seed`.
+    An episode that ends with discount 0 has terminated; with any other discount it was truncated. The info of
+    each step has its "discount". The protocol has no seeds: the creator seeds the env, for example by `context.seed`.
     """
 
     def __init__(self, env: dm_env.Environment) -> None:
@@ -42,8 +42,8 @@ class DmEnv(gym.Env[Any, Any]):
         if step.first():
             raise EnvContractError("step type", "FIRST", "MID or LAST in answer to step, after a reset")
         terminated = step.last() and step.discount == 0.0
-        info = {} if step.discount in (0.0, 1.0) else {"discount": step.discount}
-        return self._seen(step), step.reward, terminated, step.last() and not terminated, info
+        discount = np.asarray(step.discount).tolist()  # exact: a float32 as the float of this value
+        return self._seen(step), step.reward, terminated, step.last() and not terminated, {"discount": discount}
 
     def close(self) -> None:
         """Close the env."""

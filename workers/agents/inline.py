@@ -80,8 +80,8 @@ class InlineAgents(AgentSource):
     def learn_spaces(self, first: Any) -> None:
         """Use the agents of env 0 for all envs."""
         gym_spaces = gym_spaces_of(first)
-        check_bounds = not self._table.config.disable_env_checking
-        self._seating.learn(spaces_by_agent(gym_spaces), gym_spaces, check_bounds=check_bounds, makes_rows=False)
+        by_agent, note_outside = spaces_by_agent(gym_spaces), self._table.note_outside
+        self._seating.learn(by_agent, gym_spaces, check_bounds=True, makes_rows=False, note_outside=note_outside)
 
     def check_spaces(self, env: Any, index: int) -> None:
         """Raise `EnvContractError` unless env `index` has the agents of env 0, with their spaces."""

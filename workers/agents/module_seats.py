@@ -7,6 +7,7 @@ agent is first mapped to the module, so a seat's row never changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import StateError
 from headrace.workers.connectors.vector_connectors import VectorConnectors
-from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.observations import NoteOutside, Observations
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.noise import ActionNoise
 from headrace.workers.policy.policies import Policy
@@ -43,15 +44,19 @@ class ModuleSeats:
         seeds: SeedTree,
         *,
         check_bounds: bool,
+        note_outside: NoteOutside | None,
     ) -> None:
         self.module_id = module_id
         self.env_spaces = env_spaces
         self.index = index
         self.on_widen: Callable[[], None] | None = None
         """Called when there are more rows than before."""
-        self._num_envs, self._seeds, self._check_bounds = num_envs, seeds, check_bounds
+        self._num_envs, self._seeds = num_envs, seeds
+        self._observations_of = partial(
+            Observations, env_spaces.observation, check_bounds=check_bounds, note_outside=note_outside
+        )
         self._places: dict[int, int] = {}
-        self.observations = Observations(env_spaces.observation, 0, check_bounds=check_bounds)
+        self.observations = self._observations_of(0)
         """Observations of the seats' agents, as their envs gave them. The module sees `policy.connectors.columns`."""
         connectors = VectorConnectors(
             policy.env_to_module,
@@ -95,7 +100,7 @@ class ModuleSeats:
 
     def _widen(self, agents: Sequence[int]) -> None:
         by_row = np.repeat(np.array(agents, np.intp), self._num_envs)
-        observations = Observations(self.env_spaces.observation, len(by_row), check_bounds=self._check_bounds)
+        observations = self._observations_of(len(by_row))
         for name, column in self.observations.columns.items():
             observations.columns[name][: len(column)] = column
         self.policy.connectors.widen(observations.columns, by_row)

@@ -12,6 +12,7 @@ from headrace.workers.agents.acting_seats import seat_groups
 from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import AgentEpisode, MultiAgentEpisode, Seat
 from headrace.workers.agents.module_seats import ModuleSeats
+from headrace.workers.envs.observations import NoteOutside
 from headrace.workers.policy.policies import NO_EPISODE, Policies, PolicyMappingError
 from headrace.workers.randomness.seeds import SeedTree
 
@@ -35,6 +36,7 @@ class Seating:
         *,
         check_bounds: bool,
         makes_rows: bool,
+        note_outside: NoteOutside | None = None,
     ) -> None:
         """Take over the agents of newly built envs, and make a module without seats for each policy.
 
@@ -52,6 +54,7 @@ class Seating:
                 self._num_envs,
                 self._seeds,
                 check_bounds=check_bounds,
+                note_outside=note_outside,
             )
             for index, (module_id, own) in enumerate(self.policies.spaces(self.agent_spaces).items())
         }

@@ -23,6 +23,7 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import EnvError
 from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.observations import NoteOutside
 
 NextSeeds = Mapping[int, int | None]
 """Lane -> the seed for the reset that follows its step, or None for a reset without one."""
@@ -184,6 +185,8 @@ class PoolBackend(EnvBackend, Protocol):
     """"actions/..." -> (width, *shape): the next action of each lane; `step_async` writes it."""
     rewards: NDArray[np.float64]
     """(width,): of the last step."""
+    note_outside: NoteOutside | None = None
+    """Called for observations outside their Box; no lane is reset before it is set."""
 
     def env_at(self, lane: int) -> Any:
         """Return a placeholder for the lane's env."""

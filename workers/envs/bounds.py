@@ -78,6 +78,26 @@ def castable_bounds(leaf: Box) -> tuple[NDArray[np.float64], NDArray[np.float64]
     return np.minimum(low, most), np.minimum(high, most)
 
 
+def farthest_outside(
+    rows: NDArray[Any], low: NDArray[Any] | None, high: NDArray[Any] | None
+) -> dict[int, tuple[float, float]] | None:
+    """Return the value farthest outside the bounds, and the bound, of each of `rows` (rows, *shape) that has one.
+
+    None if a value is NaN, or an infinity beyond a finite bound: no learner can use it.
+    """
+    values = rows.reshape(len(rows), -1).astype(np.float64)
+    if np.isnan(values).any():
+        return None
+    nearest = values if low is None else np.maximum(values, low.reshape(-1))
+    nearest = nearest if high is None else np.minimum(nearest, high.reshape(-1))
+    with np.errstate(invalid="ignore"):
+        excess = np.where(values == nearest, 0.0, np.abs(values - nearest))
+    if not np.isfinite(excess).all():
+        return None
+    places = [(row, excess[row].argmax()) for row in np.flatnonzero(excess.any(1)).tolist()]
+    return {row: (float(values[row, at]), float(nearest[row, at])) for row, at in places}
+
+
 def blank_columns(space: Space, root: str, rows: int) -> dict[str, NDArray[Any]]:
     """Return columns of `rows` values inside `space`, for rows that have none: see `blank_value`.
 

@@ -113,7 +113,7 @@ class Failure:
             error = error.__cause__
         kind, message = in_its_env(error)
         task = self.task.published if self.task is not None else ""
-        groups.note(self.reason.value, _name_of(env), kind, _where(error), message, lambda: _trace(error), task)
+        groups.note(self.reason.value, name_of(env), kind, _where(error), message, lambda: _trace(error), task)
 
     def in_words(self) -> str:
         """Return its kind, env, step, error and task, on one line. An error is cut where a task stands behind it."""
@@ -203,7 +203,7 @@ def _clear(frame: FrameType | None) -> None:
             frame = frame.f_back
 
 
-def _name_of(env: Any) -> str:
+def name_of(env: Any) -> str:
     """Return the name of an env in a config: an id, an import path, or the name of a creator."""
     if isinstance(env, str) or env is None:
         return env or ""

@@ -136,8 +136,7 @@ class InlineEnvs(EnvBackend):
         """Use the spaces of env 0 for all envs."""
         self.spaces = spaces_of(first)
         self.gym_spaces = first.observation_space, first.action_space
-        check_bounds = not self._table.config.disable_env_checking
-        self._seen = Observations(self.spaces.observation, self.width, check_bounds=check_bounds)
+        self._seen = Observations(self.spaces.observation, self.width, note_outside=self._table.note_outside)
         self.observations = self._seen.columns
 
     def check_spaces(self, env: gym.Env[Any, Any], index: int) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
-from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.failures import Failure, name_of
 from headrace.workers.envs.lane import AnyEpisode, Lane
+from headrace.workers.envs.observations import NoteOutside
 from headrace.workers.envs.restarts import RestartBudget
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.randomness.seeds import EnvSeeds, SeedTree
@@ -51,6 +53,12 @@ class LaneTable:
         """The newest context of each lane's env."""
         self._seeds = seeds
         self._callbacks = callbacks
+
+    @property
+    def note_outside(self) -> NoteOutside | None:
+        """Return the function that hears of observations outside their Box; None where they are refused."""
+        config = self.config
+        return None if config.strict_bounds else partial(self.totals.note_outside, name_of(config.env))
 
     def forget(self) -> None:
         """Drop the records of failures and begun episodes, because all envs are closed."""

@@ -7,7 +7,7 @@ this comparison fails, each env is checked alone, to name the env and the value 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,16 @@ from numpy.typing import NDArray
 
 from headrace.schemas.basics.printable import brief
 from headrace.schemas.basics.stop_event import raise_stop
-from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves
+from headrace.schemas.chunks.spaces import Box, Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import EnvContractError
-from headrace.workers.envs.bounds import blank_columns, blank_value, holds, leaf_bounds, whole_array
+from headrace.workers.envs.bounds import blank_columns, blank_value, farthest_outside, holds, leaf_bounds, whole_array
 
 LaneIndex = NDArray[np.intp] | None
 """Indices of envs; None means all of them."""
+Farthest = dict[str, tuple[float, float]]
+"""Part of an observation -> (the value farthest outside, the bound it has left)."""
+NoteOutside = Callable[[int, Farthest], None]
+"""Called with the number of observations outside their Box, and how far each part of them was."""
 _PLAIN = {np.ndarray}
 _FLOATS = {float, np.float16, np.float32, np.float64}
 
@@ -37,6 +41,8 @@ class _LeafColumn:
     least: Any
     """`low` as a scalar where all elements share each bound, else None; `most` is the same for `high`."""
     most: Any
+    is_box: bool
+    """False for choices: a number that is none of them means nothing."""
 
     def of(self, observations: Sequence[Any]) -> Sequence[Any]:
         for key in self.path:
@@ -88,13 +94,22 @@ class _LeafColumn:
 class Observations:
     """The observations of `width` envs. `columns`: name -> (envs, *shape), the policy's input.
 
-    Each `put` overwrites the columns. The caller may bring them.
+    Each `put` overwrites the columns. The caller may bring them. Values outside a Box are written and told to
+    `note_outside`; without it they are refused. NaN is always refused, and an infinity beyond a finite bound. Without
+    `check_bounds`, only NaN is.
     """
 
     def __init__(
-        self, space: Space, width: int, *, check_bounds: bool, columns: Mapping[str, NDArray[Any]] | None = None
+        self,
+        space: Space,
+        width: int,
+        *,
+        check_bounds: bool = True,
+        note_outside: NoteOutside | None = None,
+        columns: Mapping[str, NDArray[Any]] | None = None,
     ) -> None:
         self.space = space
+        self._note_outside = note_outside
         self._leaves = [
             _leaf(name, path, leaf, check_bounds)
             for (name, leaf), path in zip(leaves(space, "obs"), _paths(space), strict=True)
@@ -109,22 +124,30 @@ class Observations:
 
     def put(self, lanes: LaneIndex, observations: Sequence[Any]) -> list[tuple[int, EnvContractError]]:
         """Write one observation for each of `lanes`. Return (position in `lanes`, error) for each bad one."""
+        strays: list[tuple[_LeafColumn, NDArray[Any]]] = []
         for leaf in self._leaves:
             column = self.columns[leaf.name]
             target = column if lanes is None else np.empty((len(lanes), *leaf.shape), leaf.dtype)
-            if not _join(leaf, observations, target) or leaf.outside(target):
+            if not _join(leaf, observations, target):
                 return self._put_each(lanes, observations)
+            if leaf.outside(target):
+                strays.append((leaf, target))
             if lanes is not None:
                 column[lanes] = target
-        return []
+        return [] if not strays or self._let_pass(strays) else self._put_each(lanes, observations)
 
     def put_rows(
-        self, batch: Any, lanes: LaneIndex = None, *, only: Sequence[int] | None = None
+        self,
+        batch: Any,
+        lanes: LaneIndex = None,
+        *,
+        only: Sequence[int] | None = None,
+        new: Container[int] | None = None,
     ) -> list[tuple[int, EnvContractError]]:
         """Write one observation for every env, from arrays (envs, *shape) in the nesting of the space.
 
-        `lanes`: the env of each row; None: in order. `only`: the envs whose rows count; None: all. Return (env, error)
-        for each bad one.
+        `lanes`: the env of each row; None: in order. `only`: the envs whose rows count; None: all. `new`: the envs whose
+        observation is another one than before; None: all. Return (env, error) for each bad one.
         Raises `EnvContractError` for a bad batch that is no single env's fault.
         """
         columns = {leaf.name: leaf.rows_of(batch, len(self.columns[leaf.name])) for leaf in self._leaves}
@@ -135,10 +158,28 @@ class Observations:
             return [(only[position], problem) for position, problem in found]
         for name, rows in columns.items():
             self.columns[name][... if lanes is None else lanes] = rows
-        if any(leaf.outside(self.columns[leaf.name]) for leaf in self._leaves):
+        strays = [(leaf, self.columns[leaf.name]) for leaf in self._leaves if leaf.outside(self.columns[leaf.name])]
+        if strays and not self._let_pass(strays, new):
             problems = self._put_each(lanes, _unbatch(self.space, batch, len(next(iter(columns.values())))))
             return [(at if lanes is None else int(lanes[at]), problem) for at, problem in problems]
         return []
+
+    def _let_pass(self, strays: list[tuple[_LeafColumn, NDArray[Any]]], new: Container[int] | None = None) -> bool:
+        """Note rows (rows, *shape) of leaves that have values outside. Return False if one of them must be refused."""
+        if self._note_outside is None or not all(leaf.is_box for leaf, _ in strays):
+            return False
+        outside, farthest = set[int](), Farthest()
+        for leaf, rows in strays:
+            found = farthest_outside(rows, leaf.low, leaf.high)
+            if found is None:
+                return False
+            where = [row for row in found if new is None or row in new]
+            outside.update(where)
+            if where:
+                farthest[_title(leaf)] = max((found[row] for row in where), key=lambda pair: abs(pair[0] - pair[1]))
+        if outside:
+            self._note_outside(len(outside), farthest)
+        return True
 
     def _put_each(self, lanes: LaneIndex, observations: Sequence[Any]) -> list[tuple[int, EnvContractError]]:
         problems = []
@@ -151,6 +192,7 @@ class Observations:
         return problems
 
     def _put_one(self, lane: int | np.intp, observation: Any) -> EnvContractError | None:
+        strays: list[tuple[_LeafColumn, NDArray[Any]]] = []
         for leaf in self._leaves:
             try:
                 array = whole_array(leaf.of([observation])[0])
@@ -165,11 +207,15 @@ class Observations:
                 return leaf.beyond(array)
             row = array.astype(leaf.dtype)
             if leaf.outside(row):
-                seen = f"values from {row.min()} to {row.max()}"
-                wanted = "free of NaN" if np.isnan(row).any() else f"within {_brief(leaf.low)} and {_brief(leaf.high)}"
-                return EnvContractError(_title(leaf), seen, wanted)
+                strays.append((leaf, row[None]))
             self.columns[leaf.name][lane] = row
-        return None
+        return None if not strays or self._let_pass(strays) else self._refusal(*strays[0])
+
+    def _refusal(self, leaf: _LeafColumn, row: NDArray[Any]) -> EnvContractError:
+        wanted = "free of NaN" if np.isnan(row).any() else f"within {_brief(leaf.low)} and {_brief(leaf.high)}"
+        if self._note_outside is None and leaf.is_box and np.isfinite(row).all():
+            wanted += " where strict_bounds is true"
+        return EnvContractError(_title(leaf), f"values from {row.min()} to {row.max()}", wanted)
 
 
 def _join(leaf: _LeafColumn, observations: Sequence[Any], target: NDArray[Any]) -> bool:
@@ -238,7 +284,7 @@ def _leaf(name: str, path: tuple[str | int, ...], leaf: Leaf, check_bounds: bool
     least, most = (None if bound is None or not shared else bound.flat[0] for bound in (low, high))
     if not shared:  # with an axis for rows: numpy compares arrays of one shape twice as fast, and one row is such
         low, high = (None if bound is None else bound[None] for bound in (low, high))
-    return _LeafColumn(name, path, leaf_shape(leaf), column_dtype(leaf), low, high, least, most)
+    return _LeafColumn(name, path, leaf_shape(leaf), column_dtype(leaf), low, high, least, most, isinstance(leaf, Box))
 
 
 def _paths(space: Space, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:

@@ -169,6 +169,7 @@ def _is_mended_at_once(
         table.totals.newest_env_failure = failure.in_words()
         lane.failures += 1
     if not table.config.restart_failed_sub_environments:
+        failure.error.add_note("restart_failed_sub_environments = true rebuilds the env and goes on")
         if failure.about:
             failure.error.add_note(failure.about)
         if failure.rerun:
@@ -179,8 +180,7 @@ def _is_mended_at_once(
         lane.budget.change_host()
     else:
         try:
-            remedy = failure.hint or (failure.about and f"{failure.about}; repair the env")
-            wait = lane.budget.spend(failure.error, now, remedy)
+            wait = lane.budget.spend(failure.error, now, failure.hint, failure.about)
         except EnvRestartBudgetError:
             if not leave_host(lane, failure.in_words()):
                 raise

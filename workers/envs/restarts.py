@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from headrace.schemas.errors import EnvRestartBudgetError, words_of
+from headrace.schemas.errors import CallbackError, EnvContractError, EnvRestartBudgetError, words_of
 from headrace.workers.envs.error_text import seed_hint
 
 BACKOFF_S = 0.05
@@ -33,8 +33,8 @@ class RestartBudget:
         """Note that the env is built on another host next. Its failures so far say nothing about that one."""
         self.in_a_row = 0
 
-    def spend(self, error: BaseException, now: float, hint: str = "") -> float:
-        """Count one failure, and return the seconds to wait. `hint`: see `Failure`.
+    def spend(self, error: BaseException, now: float, hint: str = "", about: str = "") -> float:
+        """Count one failure, and return the seconds to wait. `hint` and `about`: see `Failure`.
 
         Raises `EnvRestartBudgetError` if it was one too many.
         """
@@ -43,16 +43,26 @@ class RestartBudget:
             self._recent.popleft()
         self.in_a_row += 1
         if self.in_a_row > self.attempts:
-            raise self._exhausted(error, self.in_a_row, now, hint) from error
+            raise self._exhausted(error, self.in_a_row, now, hint or _remedy(error, about)) from error
         if len(self._recent) > PER_WINDOW * self.attempts:
-            raise self._exhausted(error, len(self._recent), now, hint) from error
+            raise self._exhausted(error, len(self._recent), now, hint or _remedy(error, about)) from error
         if self.in_a_row == 1:
             return 0.0
         return BACKOFF_S * min(2.0 ** min(self.in_a_row - 2, 60), _LONGEST_BACKOFF)
 
-    def _exhausted(self, error: BaseException, failures: int, now: float, hint: str) -> EnvRestartBudgetError:
+    def _exhausted(self, error: BaseException, failures: int, now: float, remedy: str) -> EnvRestartBudgetError:
         first = self._recent[-min(failures, len(self._recent))]
         last = words_of(error)
         last += seed_hint(last, self._max_env_seed)
         window_s = round(max(now - first, 0.001), 3)
-        return EnvRestartBudgetError(self._env_index, failures, window_s, last, hint or "repair the env")
+        return EnvRestartBudgetError(self._env_index, failures, window_s, last, remedy)
+
+
+def _remedy(error: BaseException, about: str) -> str:
+    """Return what helps, in words. More attempts do not help an env that gives something wrong."""
+    remedy = "repair the env, or raise env_restart_attempts"
+    if isinstance(error, EnvContractError):
+        remedy = "give what it should be, in the env or in a wrapper"
+    elif isinstance(error, CallbackError):
+        remedy = "repair the callback"
+    return f"{about}; {remedy}" if about else remedy

@@ -16,6 +16,7 @@ from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.schemas.errors.episodes import EpisodeError
 from headrace.workers.agents.env import ALL
 from headrace.workers.envs.checks import own_info
+from headrace.workers.envs.observations import NoteOutside
 from headrace.workers.external.calls import Call, EpisodePlace, OnAnswer, Row, RowReader, add_reward
 from headrace.workers.external.episodes import EpisodeTable
 
@@ -65,21 +66,20 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
         spaces: Mapping[Any, Spaces],
         capacity: int,
         *,
-        check_bounds: bool = True,
+        note_outside: NoteOutside | None = None,
         takes_logged: bool = True,
         needs_final: bool = True,
     ) -> None:
-        super().__init__(capacity, takes_logged=takes_logged)
+        super().__init__(capacity, takes_logged=takes_logged, note_outside=note_outside)
         self.spaces = dict(spaces)
         self._ids = {str(agent): agent for agent in spaces}
         self._needs_final = needs_final
         self._observations = {
-            agent: RowReader(own.observation, "obs", f"observation of agent {agent!r}", check_bounds=check_bounds)
+            agent: RowReader(own.observation, "obs", f"observation of agent {agent!r}", note_outside)
             for agent, own in spaces.items()
         }
         self._actions = {
-            agent: RowReader(own.action, "actions", f"action of agent {agent!r}", check_bounds=True)
-            for agent, own in spaces.items()
+            agent: RowReader(own.action, "actions", f"action of agent {agent!r}") for agent, own in spaces.items()
         }
 
     # -- between two calls --------------------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ class ExternalAgentLanes(ExternalLanes):
 
     def _learn_spaces(self, env: Any) -> None:
         gym_spaces = gym_spaces_of(env)
-        check_bounds = not self._table.config.disable_env_checking
-        self._seating.learn(spaces_by_agent(gym_spaces), gym_spaces, check_bounds=check_bounds, makes_rows=True)
+        # The table of episodes has checked the rows.
+        self._seating.learn(spaces_by_agent(gym_spaces), gym_spaces, check_bounds=False, makes_rows=True)
 
     def _check_spaces(self, env: Any) -> None:
         spaces, known = spaces_by_agent(gym_spaces_of(env)), self._seating.agent_spaces
@@ -58,7 +58,7 @@ class ExternalAgentLanes(ExternalLanes):
         return ExternalAgentEpisodes(
             self._seating.agent_spaces,
             len(self.lanes),
-            check_bounds=not config.disable_env_checking,
+            note_outside=self._table.note_outside,
             takes_logged=not any(policy.module_to_env for policy in self._seating.policies.specs.values()),
             needs_final=config.missing_final_observation == "error",
         )

@@ -14,7 +14,7 @@ from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.workers.envs.bounds import LARGEST_REWARD
 from headrace.workers.envs.checks import check_rewards
-from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.observations import Farthest, NoteOutside, Observations
 
 Row = Mapping[str, NDArray[Any]]
 """A value of a space by column name, each leaf without a leading axis."""
@@ -108,15 +108,22 @@ def add_reward(total: float, reward: Any) -> float:
 class RowReader:
     """Checks values of one space and turns them into rows, for one thread at a time."""
 
-    def __init__(self, space: Space, root: str, what: str, *, check_bounds: bool) -> None:
-        self._checker = Observations(space, 1, check_bounds=check_bounds)
+    def __init__(self, space: Space, root: str, what: str, note_outside: NoteOutside | None = None) -> None:
+        def note(observations: int, farthest: Farthest) -> None:
+            if note_outside is not None:
+                note_outside(observations, {self._named(part): far for part, far in farthest.items()})
+
+        self._checker = Observations(space, 1, note_outside=None if note_outside is None else note)
         self._root, self._what = root, what
+
+    def _named(self, part: str) -> str:
+        return part.replace("observation", self._what, 1)
 
     def read(self, value: Any) -> dict[str, NDArray[Any]]:
         """Return `value` as a row, which is a copy. Raises `EnvContractError` for a value outside the space."""
         problems = self._checker.put(None, [value])
         if problems:
             error = problems[0][1]
-            raise EnvContractError(error.what.replace("observation", self._what, 1), error.seen, error.expected)
+            raise EnvContractError(self._named(error.what), error.seen, error.expected)
         columns = self._checker.columns.items()
         return {self._root + name.removeprefix("obs"): column[0].copy() for name, column in columns}

@@ -31,6 +31,7 @@ from headrace.schemas.errors.episodes import (
     EpisodesClosedError,
     NoFreePlaceError,
 )
+from headrace.workers.envs.observations import NoteOutside
 from headrace.workers.external.calls import Answer, Call, DriverLoop, EpisodePlace, OnAnswer
 
 REMEMBERED = 10_000
@@ -51,8 +52,10 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
     block. The second group is for the sampler.
     """
 
-    def __init__(self, capacity: int, *, takes_logged: bool) -> None:
+    def __init__(self, capacity: int, *, takes_logged: bool, note_outside: NoteOutside | None) -> None:
         self.capacity = capacity
+        self.note_outside = note_outside
+        """Called for observations outside their Box; None: they are refused. Callers of `take_step` do so too."""
         self._takes_logged = takes_logged
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)

@@ -8,6 +8,7 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors.episodes import EpisodeError
 from headrace.workers.envs.checks import own_info
+from headrace.workers.envs.observations import NoteOutside
 from headrace.workers.external.calls import Call, OnAnswer, Row, RowReader, SoloCall, SoloPlace, add_reward
 from headrace.workers.external.episodes import EpisodeTable
 
@@ -15,11 +16,13 @@ from headrace.workers.external.episodes import EpisodeTable
 class ExternalEpisodes(EpisodeTable[SoloPlace]):
     """The episodes of one agent, with the env's own `spaces`."""
 
-    def __init__(self, spaces: Spaces, capacity: int, *, check_bounds: bool = True, takes_logged: bool = True) -> None:
-        super().__init__(capacity, takes_logged=takes_logged)
+    def __init__(
+        self, spaces: Spaces, capacity: int, *, note_outside: NoteOutside | None = None, takes_logged: bool = True
+    ) -> None:
+        super().__init__(capacity, takes_logged=takes_logged, note_outside=note_outside)
         self.spaces = spaces
-        self._observations = RowReader(spaces.observation, "obs", "observation", check_bounds=check_bounds)
-        self._actions = RowReader(spaces.action, "actions", "action", check_bounds=True)
+        self._observations = RowReader(spaces.observation, "obs", "observation", note_outside)
+        self._actions = RowReader(spaces.action, "actions", "action")
 
     def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:
         """Add `reward` to that of the last action. `info`, if given, replaces the info of this step.

@@ -28,10 +28,9 @@ class ExternalVector(ExternalLanes):
     def _learn_spaces(self, env: Any) -> None:
         self.spaces: Spaces = spaces_of(env)
         self.gym_spaces = env.observation_space, env.action_space
-        check_bounds = not self._table.config.disable_env_checking
         roots = ("actions", "actions_for_env")
         self._action_names = {root: [name for name, _ in leaves(self.spaces.action, root)] for root in roots}
-        self.observations = Observations(self.spaces.observation, len(self.lanes), check_bounds=check_bounds)
+        self.observations = Observations(self.spaces.observation, len(self.lanes))
 
     def _check_spaces(self, env: Any) -> None:
         spaces = spaces_of(env)
@@ -42,7 +41,7 @@ class ExternalVector(ExternalLanes):
         return ExternalEpisodes(
             self.spaces,
             len(self.lanes),
-            check_bounds=not self._table.config.disable_env_checking,
+            note_outside=self._table.note_outside,
             takes_logged=not self._table.config.module_to_env,
         )
 

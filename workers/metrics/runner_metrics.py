@@ -163,6 +163,9 @@ class RunnerMetrics:
         return {
             **{name: getattr(self._totals, counter) for name, counter in REPORTED.items()},
             **({"num_untrained_episodes_lifetime": self._untrained} if self._untrained else {}),
+            **(
+                {"num_observations_outside_lifetime": outside} if (outside := self._totals.observations_outside) else {}
+            ),
             **self.count_losses(),
         }
 
@@ -248,6 +251,7 @@ LOSS_COUNTERS = (
     "num_final_observations_repeated_lifetime",
     "num_final_steps_dropped_lifetime",
     "num_untrained_episodes_lifetime",
+    "num_observations_outside_lifetime",
 )
 """Lifetime counters of failures, and of steps and episodes lost by them or withheld by clients.
 

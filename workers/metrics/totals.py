@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,9 +20,12 @@ from headrace.schemas.accounts.env_errors import (
 )
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.basics.bounds import MOST_TASKS, OTHER_TASKS
+from headrace.schemas.basics.printable import one_line
 from headrace.schemas.chunks.batch import MOST_ENDED
 from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.metrics.timers import Timers
+
+log = logging.getLogger(__name__)
 
 
 class FailureGroups:
@@ -112,6 +116,10 @@ class RunnerTotals:
     """The newest env failure in words: its kind, env, place and error."""
     failure_groups: FailureGroups = field(default_factory=FailureGroups, compare=False)
     env_rebuilds: int = _reported("num_env_rebuilds_lifetime")
+    observations_outside: int = 0
+    """Observations with values outside their Box, which were delivered as told."""
+    named_excess: dict[tuple[str, str], float] = field(default_factory=dict, compare=False)
+    """(env, part of its observation) -> how far outside its Box it was when the log last named it."""
     aborted: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MOST_ENDED), compare=False)
     """(return, env steps) of episodes that were aborted and are in no batch header yet."""
     ended_by_task: dict[str, tuple[int, float, int]] = field(default_factory=dict, compare=False)
@@ -127,6 +135,19 @@ class RunnerTotals:
         episodes, returns, lengths = self.ended_by_task.get(name, (0, 0.0, 0))
         if math.isfinite(returns + episode_return):
             self.ended_by_task[name] = episodes + 1, returns + episode_return, lengths + length
+
+    def note_outside(self, env: str, observations: int, farthest: Mapping[str, tuple[float, float]]) -> None:
+        """Count observations outside their Box. Name each part of them in the log, again once it is ten times as far.
+
+        `farthest`: part -> (the value farthest outside, the bound it has left).
+        """
+        self.observations_outside += observations
+        for part, (value, bound) in farthest.items():
+            excess, named = abs(value - bound), self.named_excess.get((env, part))
+            if named is None or excess >= 10 * named:
+                self.named_excess[env, part] = excess
+                told = f"{one_line(part)} of {one_line(env)} is {value:.6g}, and its Box ends at {bound:.6g}"
+                log.warning("%s; delivered as told and counted (sampling.strict_bounds = true fails the env)", told)
 
     def discard(self, reason: Discard, steps: int, env_steps: int | None = None) -> None:
         """Count `steps` that will not become a chunk, open or never opened. `env_steps` None: each was an env step."""

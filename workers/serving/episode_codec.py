@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import Space, Spaces, leaves
 from headrace.schemas.errors import EnvContractError
+from headrace.workers.envs.observations import NoteOutside
 from headrace.workers.serving.row_layout import RowLayout
 from headrace.workers.serving.serving_messages import AgentsStep, EpisodeStep, agent_spaces_to_json
 from headrace.workers.serving.space_codec import SpaceCodec, row_or_error
@@ -25,17 +26,22 @@ class EpisodeCodec:
     step_message: type[EpisodeStep] | type[AgentsStep] = EpisodeStep
 
     @classmethod
-    def of(cls, spaces: Spaces | Mapping[Any, Spaces], *, check_bounds: bool = True) -> EpisodeCodec:
+    def of(
+        cls,
+        spaces: Spaces | Mapping[Any, Spaces],
+        *,
+        check_bounds: bool = True,
+        note_outside: NoteOutside | None = None,
+    ) -> EpisodeCodec:
         """Return the codec for one agent's `spaces`, or for those of several agents by id.
 
         Actions are always checked: a policy never gives one that is outside. Raises as `MultiAgentCodec` does.
         """
         if isinstance(spaces, Spaces):
-            observation = SpaceCodec(spaces.observation, "obs", check_bounds=check_bounds)
+            observation = SpaceCodec(spaces.observation, "obs", check_bounds=check_bounds, note_outside=note_outside)
             return cls(spaces.model_dump(mode="json"), observation, SpaceCodec(spaces.action, "actions"))
-        seen = MultiAgentCodec(
-            {agent: own.observation for agent, own in spaces.items()}, "obs", check_bounds=check_bounds
-        )
+        observations = {agent: own.observation for agent, own in spaces.items()}
+        seen = MultiAgentCodec(observations, "obs", check_bounds=check_bounds, note_outside=note_outside)
         done = MultiAgentCodec({agent: own.action for agent, own in spaces.items()}, "actions")
         return cls(agent_spaces_to_json(spaces), seen, done, AgentsStep)
 
@@ -51,10 +57,20 @@ class MultiAgentCodec:
     layout: RowLayout | None = None
     """None: the agents differ from message to message."""
 
-    def __init__(self, spaces: Mapping[Any, Space], root: str, *, check_bounds: bool = True) -> None:
+    def __init__(
+        self,
+        spaces: Mapping[Any, Space],
+        root: str,
+        *,
+        check_bounds: bool = True,
+        note_outside: NoteOutside | None = None,
+    ) -> None:
         self._root, self._prefix = root, f"{root}/"
         self._ids = {str(agent): agent for agent in spaces}
-        self._codecs = {agent: SpaceCodec(space, root, check_bounds=check_bounds) for agent, space in spaces.items()}
+        self._codecs = {
+            agent: SpaceCodec(space, root, check_bounds=check_bounds, note_outside=note_outside)
+            for agent, space in spaces.items()
+        }
         self._owners: dict[str, tuple[Any, str]] = {}
         """By array name: the agent, and the name of the array in the agent's own codec."""
         for agent, space in spaces.items():

@@ -46,7 +46,6 @@ def served_config(config: FleetConfig, advertised: str = "") -> EnvRunnerConfig:
         socket_dir="" if config.serving.host else socket_dir(config),
         keys_group=config.keys.group,
         allow_insecure=config.broker.allow_insecure,
-        check_bounds=not sampling.disable_env_checking,
         several_agents=sampling.is_multi_agent,
         advertised=advertised,
     )
@@ -69,7 +68,6 @@ class ServedEnvs:
     socket_dir: str = ""
     keys_group: str | None = None
     allow_insecure: bool = False
-    check_bounds: bool = True
     several_agents: bool = False
     advertised: str = ""
 
@@ -204,7 +202,7 @@ class _ServedByPorts(SelfDrivenEnv[Any]):
     def run(self) -> None:
         """Serve until the env is closed."""
         creator, episodes = self._creator, self.episodes
-        codec = EpisodeCodec.of(episodes.spaces, check_bounds=creator.check_bounds)
+        codec = EpisodeCodec.of(episodes.spaces, note_outside=episodes.note_outside)
         limits = ServingLimits(
             lease_s=creator.settings.lease_s,
             max_episodes=episodes.capacity,

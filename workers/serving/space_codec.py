@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunks.spaces import Dict, Space, Tuple, column_dtype, leaf_shape, leaf_values, leaves, nest
+from headrace.schemas.chunks.spaces import Box, Dict, Space, Tuple, column_dtype, leaf_shape, leaf_values, leaves, nest
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.wire import Buffer
-from headrace.workers.envs.bounds import holds, leaf_bounds, whole_array
+from headrace.workers.envs.bounds import farthest_outside, holds, leaf_bounds, whole_array
+from headrace.workers.envs.observations import Farthest, NoteOutside
 from headrace.workers.serving.row_layout import row_layout_of
 
 Row = TypeVar("Row")
@@ -30,11 +31,18 @@ class _LeafCodec:
     dtype: np.dtype[Any]
     low: NDArray[Any] | None
     high: NDArray[Any] | None
+    may_leave: bool
+    """Whether finite values outside the bounds are taken."""
 
-    def check(self, array: NDArray[Any]) -> NDArray[Any]:
+    def check(self, array: NDArray[Any], outside: Farthest) -> NDArray[Any]:
+        """Return a sound array. Add one that leaves its Box, and may, to `outside`."""
         if array.shape != self.shape:
             raise self.refused(f"shape {array.shape}", f"{self.dtype} {self.shape}")
         if self.is_sound(array):
+            return array
+        if self.may_leave and (found := farthest_outside(array[None], self.low, self.high)) is not None:
+            for far in found.values():
+                outside[self.title] = far
             return array
         if self.dtype.kind == "f" and np.isnan(array).any():
             raise self.refused("NaN", "free of NaN")
@@ -74,19 +82,30 @@ class SpaceCodec:
     `row_from_arrays`, which are views of its argument. All methods raise `EnvContractError`.
     """
 
-    def __init__(self, space: Space, root: str, *, check_bounds: bool = True) -> None:
+    def __init__(
+        self, space: Space, root: str, *, check_bounds: bool = True, note_outside: NoteOutside | None = None
+    ) -> None:
         self.space = space
         self.root = root
+        self._note_outside = note_outside
         self._leaves: dict[str, _LeafCodec] = {}
         for name, leaf in leaves(space, root):
             low, high = leaf_bounds(leaf) if check_bounds else (None, None)
-            self._leaves[name] = _LeafCodec(name, leaf_shape(leaf), column_dtype(leaf), low, high)
+            may_leave = isinstance(leaf, Box) and note_outside is not None
+            self._leaves[name] = _LeafCodec(name, leaf_shape(leaf), column_dtype(leaf), low, high, may_leave)
         self.layout = row_layout_of({name: (leaf.dtype, leaf.shape) for name, leaf in self._leaves.items()})
         """The usual layout of the arrays in a message, if they are small. Clients may send other layouts."""
 
     def read(self, value: Any) -> Any:
         """Convert lists, numbers and arrays to the nesting and dtypes of the space. A Tuple may be a list."""
-        return self._read(self.space, value, self.root)
+        outside = Farthest()
+        read = self._read(self.space, value, self.root, outside)
+        self._tell(outside)
+        return read
+
+    def _tell(self, outside: Farthest) -> None:
+        if outside and self._note_outside is not None:
+            self._note_outside(1, outside)
 
     def from_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> Any:
         """Convert the arrays of a message to a value. They must have exactly the dtypes of the space."""
@@ -95,15 +114,16 @@ class SpaceCodec:
 
     def row_from_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return the row of this space among the arrays of a message, without a copy. Dtypes as in `from_arrays`."""
-        found = {}
+        found, outside = {}, Farthest()
         for name, array in arrays.items():
             if name.split("/", 1)[0] == self.root:
                 leaf = self._leaves.get(name)
                 if leaf is not None and array.dtype != leaf.dtype:
                     raise leaf.refused(f"{array.dtype}", f"{leaf.dtype} {leaf.shape}")
-                found[name] = array if leaf is None else leaf.check(array)
+                found[name] = array if leaf is None else leaf.check(array, outside)
         if found.keys() != self._leaves.keys():
             raise EnvContractError(self.root, f"{sorted(found)!r:.200}", f"{sorted(self._leaves)!r:.200}")
+        self._tell(outside)
         return found
 
     def rows_from_payloads(self, payloads: Sequence[Buffer]) -> Sequence[dict[str, NDArray[Any]] | EnvContractError]:
@@ -142,16 +162,16 @@ class SpaceCodec:
             return [self.to_json(part) for part in value]
         return np.asarray(value).tolist()
 
-    def _read(self, space: Space, value: Any, name: str) -> Any:
+    def _read(self, space: Space, value: Any, name: str, outside: Farthest) -> Any:
         if isinstance(space, Dict):
             if not isinstance(value, dict) or value.keys() != space.spaces.keys():
                 raise EnvContractError(name, f"{value!r:.100}", f"an object of {list(space.spaces)!r:.200}")
-            return {key: self._read(sub, value[key], f"{name}/{key}") for key, sub in space.spaces.items()}
+            return {key: self._read(sub, value[key], f"{name}/{key}", outside) for key, sub in space.spaces.items()}
         if isinstance(space, Tuple):
             if not isinstance(value, list | tuple) or len(value) != len(space.spaces):
                 raise EnvContractError(name, f"{value!r:.100}", f"a list of {len(space.spaces)}")
-            return tuple(self._read(sub, value[i], f"{name}/{i}") for i, sub in enumerate(space.spaces))
-        return _array(self._leaves[name], value)
+            return tuple(self._read(sub, value[i], f"{name}/{i}", outside) for i, sub in enumerate(space.spaces))
+        return _array(self._leaves[name], value, outside)
 
 
 def _has_text(values: Sequence[Any]) -> bool:
@@ -166,7 +186,7 @@ def _has_text(values: Sequence[Any]) -> bool:
     return str in kinds
 
 
-def _array(leaf: _LeafCodec, value: Any) -> NDArray[Any]:
+def _array(leaf: _LeafCodec, value: Any, outside: Farthest) -> NDArray[Any]:
     if _has_text([value]):
         raise leaf.refused("text", f"{leaf.dtype} {leaf.shape}")
     try:
@@ -180,7 +200,7 @@ def _array(leaf: _LeafCodec, value: Any) -> NDArray[Any]:
         raise leaf.refused(f"{array.dtype} {array.shape}", f"{leaf.dtype} {leaf.shape}")
     if not holds(leaf.dtype, array):
         raise leaf.refused(f"values from {array.min()} to {array.max()}", f"{leaf.dtype} {leaf.shape}")
-    return leaf.check(array.astype(leaf.dtype))
+    return leaf.check(array.astype(leaf.dtype), outside)
 
 
 def read_each(read_all: Callable[[Sequence[Any]], Sequence[Any]], values: Sequence[Any]) -> Sequence[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -25,11 +26,13 @@ from headrace.workers.envs.checks import own_info, take_apart, take_reset_apart
 from headrace.workers.envs.context import StepFailedRecreateEnv
 from headrace.workers.envs.driver import own_driver
 from headrace.workers.envs.error_text import seed_hint
+from headrace.workers.envs.failures import name_of
 from headrace.workers.envs.lane import EnvSlot
 from headrace.workers.envs.native.creators import Seeding, seeding_of
-from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.observations import NoteOutside, Observations
 from headrace.workers.envs.sequential_step import step_all
 from headrace.workers.envs.vector_env import VectorEnv
+from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.masks import LegalRandomActions
 
 
@@ -79,20 +82,21 @@ def try_env(config: EnvRunnerConfig, built: BuiltEnv) -> Mapping[str, float]:
     passes.
     """
     trial = _Trial(config)
-    env, check_bounds = built.env, not config.disable_env_checking
+    env, name = built.env, name_of(config.env)
+    note_outside = None if config.strict_bounds else partial(RunnerTotals().note_outside, name)
     if isinstance(env, VectorEnv) or own_driver(env, several_agents=config.is_multi_agent) is not None:
         return trial.took_s
     if config.is_multi_agent:
-        _try_agents(trial, env, built.by_agent, check_bounds=check_bounds)
+        _try_agents(trial, env, built.by_agent, note_outside=note_outside)
     elif not isinstance(env, gym.vector.VectorEnv):
-        _try_one(trial, env, built.own, check_bounds=check_bounds)
+        _try_one(trial, env, built.own, note_outside=note_outside)
     elif seeding_of(env) is not Seeding.NONE:
-        _try_vector(trial, env, built.own, check_bounds=check_bounds)
+        _try_vector(trial, env, built.own, note_outside=note_outside)
     return trial.took_s
 
 
-def _try_one(trial: _Trial, env: Any, spaces: Spaces, *, check_bounds: bool) -> None:
-    seen = Observations(spaces.observation, 1, check_bounds=check_bounds)
+def _try_one(trial: _Trial, env: Any, spaces: Spaces, *, note_outside: NoteOutside | None) -> None:
+    seen = Observations(spaces.observation, 1, note_outside=note_outside)
     with trial.at("reset"):
         observation, info = take_reset_apart(env.reset(seed=trial.seed))
         _raise_first(seen.put(None, [observation]))
@@ -105,16 +109,16 @@ def _try_one(trial: _Trial, env: Any, spaces: Spaces, *, check_bounds: bool) -> 
             raise failures[0].error
 
 
-def _try_vector(trial: _Trial, env: Any, spaces: Spaces, *, check_bounds: bool) -> None:
-    seen = Observations(spaces.observation, env.num_envs, check_bounds=check_bounds)
+def _try_vector(trial: _Trial, env: Any, spaces: Spaces, *, note_outside: NoteOutside | None) -> None:
+    seen = Observations(spaces.observation, env.num_envs, note_outside=note_outside)
     with trial.at("reset", env.num_envs):
         _raise_first(seen.put_rows(take_reset_apart(env.reset(seed=trial.seed))[0]))
     with trial.at("step", env.num_envs):
         _raise_first(seen.put_rows(_taken_apart(env.step(env.action_space.sample()))))
 
 
-def _try_agents(trial: _Trial, env: Any, spaces: Mapping[Any, Spaces], *, check_bounds: bool) -> None:
-    seen = {agent: Observations(own.observation, 1, check_bounds=check_bounds) for agent, own in spaces.items()}
+def _try_agents(trial: _Trial, env: Any, spaces: Mapping[Any, Spaces], *, note_outside: NoteOutside | None) -> None:
+    seen = {agent: Observations(own.observation, 1, note_outside=note_outside) for agent, own in spaces.items()}
     with trial.at("reset"):
         observations, infos = take_reset_apart(env.reset(seed=trial.seed))
         _put_all(seen, observations)

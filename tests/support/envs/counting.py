@@ -118,7 +118,27 @@ class Unsound(Counted):
             raise RuntimeError("no step")
         if fault < 0.02:
             return answer[0], float("nan"), *answer[2:]
-        return (answer[0] - 100.0, *answer[1:]) if fault < 0.03 else answer
+        return (answer[0] - np.inf, *answer[1:]) if fault < 0.03 else answer
+
+
+class Flier(Counted):
+    """In every second episode of each env, leaves its Box from the second step on, and earns less.
+
+    Its second value is the env's index, or 1e4 and the time in the episode outside the Box.
+    """
+
+    observation_space = gym.spaces.Box(0.0, 99.0, (2,), np.float32)
+
+    @property
+    def flies(self) -> bool:
+        return len(self.seeds) % 2 == 0 and self.t >= 2
+
+    def observe(self) -> Any:
+        return np.array([self.t, 1e4 + self.t if self.flies else self.index], np.float32)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, *ends = super().step(action)
+        return observation, reward - 1000.0 * self.flies, *ends
 
 
 class Spent(Counting):

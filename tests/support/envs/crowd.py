@@ -117,7 +117,7 @@ FAULTS: dict[str, Callable[[Any, Any], Any]] = {
     "reward of nobody": _change(1, "who", 1.0),
     "observation of wrong shape": _change(0, 3, np.zeros(4, np.float32)),
     "observation of wrong dtype": _change(0, 3, np.zeros(3)),
-    "observation outside": _change(0, 3, np.full(3, 2e3, np.float32)),
+    "observation outside": _change(0, 3, np.full(3, np.inf, np.float32)),
     "NaN within": _change(0, "red/1", {"at": np.full(2, np.nan, np.float32), "action_mask": np.ones(3, np.int8)}),
     "observation of nobody": _change(0, "who", np.zeros(3, np.float32)),
     "flag": _change(2, "blue", "yes"),

@@ -296,7 +296,7 @@ FAULTS: dict[str, Callable[[Any, Any], Any]] = {
     "info that is no JSON": lambda a, _: (*a[:4], {"made": object()}),
     "observation of wrong shape": lambda a, _: (a[0][:2], *a[1:]),
     "observation of wrong dtype": lambda a, _: (a[0].astype(np.float64), *a[1:]),
-    "observation outside": lambda a, _: (a[0] + np.float32(1e6), *a[1:]),
+    "observation outside": lambda a, _: (a[0] + np.float32(np.inf), *a[1:]),
     "info without words": lambda a, _: (*a[:4], {"made": Touchy()}),
     "ragged observation": lambda a, _: ([[1.0], [2.0, 3.0]], *a[1:]),
     "observation that raises": lambda a, _: (Touchy(), *a[1:]),

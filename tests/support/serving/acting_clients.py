@@ -58,10 +58,7 @@ class ServingRunner:
         )
         several = "policies" in changes
         env = PAIR_ENV if several else "CartPole-v1"
-        checks = not changes.get("disable_env_checking")
-        self.creator = ServedEnvs(
-            settings, env, keys_dir, socket_dir=socket_dir, several_agents=several, check_bounds=checks
-        )
+        self.creator = ServedEnvs(settings, env, keys_dir, socket_dir=socket_dir, several_agents=several)
         kind: Any = MultiAgentEnvRunner if several else SingleAgentEnvRunner
         self.runner = kind(EnvRunnerConfig(env=self.creator, **{**SETTINGS, **changes}))
         self.endpoint = self.runner.env.endpoint

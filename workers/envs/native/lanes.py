@@ -78,8 +78,8 @@ class NativeLanes(EnvDriver):
                 self._adopt(first)
             self.spaces = spaces_of(self._env, "single_")
             self.gym_spaces = self._env.single_observation_space, self._env.single_action_space
-            check_bounds = not config.disable_env_checking
-            self.observations = Observations(self.spaces.observation, len(self.lanes), check_bounds=check_bounds)
+            space, note_outside = self.spaces.observation, table.note_outside
+            self.observations = Observations(space, len(self.lanes), note_outside=note_outside)
             table.tell_created(0)
         except HeadraceError:
             self.stop()

@@ -62,9 +62,8 @@ class PartialNativeVector(NativeLanes):
             self.stop()
             expected = "below num_envs, as it was when this runner was made; make a new one"
             raise EnvContractError("batch_size of the vector", "another kind of vector", expected)
-        check_bounds = not config.disable_env_checking
         batch_size = self._env.config["batch_size"]
-        self._news = Observations(self.spaces.observation, batch_size, check_bounds=check_bounds)
+        self._news = Observations(self.spaces.observation, batch_size, note_outside=self._table.note_outside)
 
     def _take_down(self) -> None:
         super()._take_down()

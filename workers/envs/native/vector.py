@@ -191,7 +191,7 @@ class NativeVector(NativeLanes):
                     self._reset(own, values)
         elif self._pending is not None:
             # Write the observations of all lanes again, which is cheaper than taking the batch apart.
-            self.observations.put_rows(self._pending.observations, self._pending.lanes)
+            self.observations.put_rows(self._pending.observations, self._pending.lanes, new=())
             self._begin_unseeded(lanes, self._pending)
 
     def _by_task(self, lanes: Sequence[int]) -> list[tuple[dict[str, Any], Sequence[int]]]:
@@ -221,7 +221,8 @@ class NativeVector(NativeLanes):
                 answer = self._env.reset(**arguments)
             observations, infos = as_numpy(take_reset_apart(answer))
             self._mask_as = _mask_maker(self._env, answer[0])
-            for _, problem in self.observations.put_rows(observations, moved(infos, len(self.lanes)), only=only):
+            order = moved(infos, len(self.lanes))
+            for _, problem in self.observations.put_rows(observations, order, only=only, new=lanes):
                 raise problem
             told = self._infos_by_lane(infos)
             told = {lane: own_info(told[lane]) for lane in lanes if lane in told}

@@ -38,6 +38,7 @@ def open_processes(table: LaneTable) -> EnvProcessPool:
     with table.totals.calls.of(UserCall.PROCESSES, 0):
         pool = EnvProcessPool(table.config, table.worker_index, table.making_seed)
     table.totals.calls.elsewhere = pool.longest_call
+    pool.note_outside = table.note_outside
     return pool
 
 
@@ -242,6 +243,9 @@ class EnvProcessPool(PoolBackend, Closable):
             self._fail(Failure(first + index, error_from_json(error), stepped=returned, at=at), replies)
         failed = {failure.lane for failure in replies.failures if failure.at == "step"}
         replies.infos += [(first + i, info) for i, info in told.get("infos", ()) if first + i not in failed]
+        if (note := self.note_outside) is not None:
+            for observations, farthest in told.get("outside", ()):
+                note(observations, farthest)
         replies.pictures += [(first + i, picture_from_json(shown, first + i)) for i, shown in told.get("pictures", ())]
         for index, spaces in told.get("built", ()):
             self._welcome(first + index, Spaces.model_validate(spaces), replies)

@@ -21,7 +21,7 @@ from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator
 from headrace.workers.envs.failures import let_go
 from headrace.workers.envs.lane import close_envs
-from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.observations import Farthest, Observations
 from headrace.workers.envs.ownership import free
 from headrace.workers.envs.process.channel import ProcessEnd
 from headrace.workers.envs.process.control import (
@@ -65,9 +65,9 @@ class ProcessJob(BaseModel):
     lanes: int
     width: int
     """Number of lanes in the whole pool, which is the number of rows of each column."""
-    check_bounds: bool
     keeps_infos: bool
     """False: of infos only masks of actions are sent."""
+    strict_bounds: bool
     several_agents: bool | None
     """Argument of `BuildEnv`: True for multi-agent envs, which are packed, False for others; None: either kind."""
     close_timeout_s: float
@@ -114,6 +114,8 @@ class _Reply:
     infos: list[tuple[int, Any]] = field(default_factory=list)
     failures: list[tuple[int, str, bool, Any]] = field(default_factory=list)
     pictures: list[tuple[int, Any]] = field(default_factory=list)
+    outside: list[tuple[int, Farthest]] = field(default_factory=list)
+    """What `note_outside` of a pool is told."""
 
     def mark(self, lane: int, outcome: int) -> None:
         """Add an outcome to the lane's outcomes."""
@@ -148,6 +150,7 @@ class ProcessEnvs:
         self._all_step = bytes([Command.STEP] * job.lanes)
         self._rewards: NDArray[np.float64] | None = None
         self._tell = _info_json if job.keeps_infos else _masks_json
+        self._outside: list[tuple[int, Farthest]] = []
 
     def obey(self, slot: Slot, channel: ProcessEnd) -> None:
         """Execute each lane's command, and write the reply."""
@@ -161,6 +164,7 @@ class ProcessEnvs:
             self._step(self._places, reply)
         else:
             self._obey_each(slot, reply)
+        reply.outside, self._outside = self._outside, []
         reply.write(channel)
 
     def _obey_each(self, slot: Slot, reply: _Reply) -> None:
@@ -261,12 +265,15 @@ class ProcessEnvs:
         mine = {name: column[job.first_lane : job.first_lane + job.lanes] for name, column in arrays.items()}
         seen = {name: column for name, column in mine.items() if name.partition("/")[0] == "obs"}
         first = {f"obs{name[5:]}": column for name, column in mine.items() if name.partition("/")[0] == "first"}
-        check, space = job.check_bounds, spaces.observation
-        self._observations = Observations(space, job.lanes, check_bounds=check, columns=seen)
-        self._first = Observations(space, job.lanes, check_bounds=check, columns=first)
+        space, note = spaces.observation, None if job.strict_bounds else self._note_outside
+        self._observations = Observations(space, job.lanes, note_outside=note, columns=seen)
+        self._first = Observations(space, job.lanes, note_outside=note, columns=first)
         self._actions = {name: column for name, column in mine.items() if name.partition("/")[0] == "actions"}
         self._action_space = spaces.action
         self._rewards = mine["rewards"]
+
+    def _note_outside(self, observations: int, farthest: Farthest) -> None:
+        self._outside.append((observations, farthest))
 
     def _step(self, places: Sequence[_LaneEnv], reply: _Reply) -> None:
         assert self._rewards is not None, "only an env that was reset is stepped"

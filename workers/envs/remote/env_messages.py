@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict
+from pydantic import Field, FiniteFloat, Strict
 
 from headrace.schemas.basics.bounds import MOST_SILENCE_S, ListOf, Natural, Pid, Positive
 from headrace.schemas.basics.headrace_version import HeadraceVersion
@@ -43,6 +43,7 @@ as for processes of envs. A STEP's seed, unless NO_SEED, is for the reset that f
 WITHOUT_SEED asks for a reset without a seed.
 """
 Info = dict[str, Any] | None
+Farthest = Annotated[tuple[FiniteFloat, FiniteFloat], Strict(False)]
 
 
 class EnvHostHello(Message):
@@ -103,6 +104,7 @@ class EnvAnswers(Message):
     """
 
     KIND = MessageKind.ENV_ANSWERS
+    LEFT_OUT = frozenset(("outside",))
     life: Life
     answers: ListOf[Numbered]
     """The orders that this message answers."""
@@ -116,6 +118,10 @@ class EnvAnswers(Message):
     infos: ListOf[Annotated[tuple[Place, dict[str, Any]], Strict(False)]] = Field(default=[])
     failures: ListOf[Annotated[tuple[Place, str, bool, dict[str, Any]], Strict(False)]] = Field(default=[])
     """(place, call that failed, whether that call returned, the error): the place has no env now."""
+    outside: ListOf[Annotated[tuple[Natural, dict[str, Farthest]], Strict(False)]] = Field(default=[])
+    """(number of observations outside their Box, part -> (value farthest outside, its bound)), since the last answer.
+    Hosts of wire version 1.0 do not tell it.
+    """
 
 
 class EnvHostBye(Message):

@@ -245,10 +245,14 @@ class RemotePool(PoolBackend):
                 self._say(route, EnvHeartbeat(life=host.life))
             case MessageKind.ENV_ANSWERS:
                 try:
-                    take_replies(host, read(EnvAnswers, message.header), message.arrays, self._arrays, replies)
+                    told = read(EnvAnswers, message.header)
+                    take_replies(host, told, message.arrays, self._arrays, replies)
                 except DecodeError as error:
                     self._places.part(host, f"was refused: {error}")
                     raise
+                if (note := self.note_outside) is not None:
+                    for observations, farthest in told.outside:
+                        note(observations, farthest)
             case MessageKind.BYE:
                 self._places.part(host, f"has left ({read(EnvHostBye, message.header).reason})")
 
@@ -338,6 +342,7 @@ class RemotePlacement:
         on_wait, kind_problem = self._on_wait, self._kind_problem
         pool = RemotePool(config, table.worker_index, table.making_seed, router_port, kind_problem, on_wait)
         table.totals.calls.elsewhere = pool.longest_call
+        pool.note_outside = table.note_outside
         return pool
 
 

@@ -19,6 +19,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.action_masks import masks_of
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.observations import Farthest
 from headrace.workers.envs.process.control import Command, reset_seed
 from headrace.workers.envs.process.error_json import error_to_json
 from headrace.workers.envs.process.pool import EnvProcessPool
@@ -97,6 +98,9 @@ class HostedEnvs:
         self._life = life
         self._places = [_Place() for _ in range(config.num_envs)]
         self._pool = PlacedPool(config, welcome)
+        self._outside: list[tuple[int, Farthest]] = []
+        """What the next answers tell of observations outside their Box."""
+        self._pool.note_outside = lambda *noted: self._outside.append(noted)
         layout = columns_layout(spaces, config.num_envs).items()
         self._actions = {name: np.zeros(shape, dtype) for name, (dtype, shape) in layout if name.startswith("actions")}
 
@@ -225,6 +229,7 @@ class HostedEnvs:
                 for place, own in answers
                 for failure in own.failures
             ],
+            outside=self._outside,
             **told,
         )
         if any(is_deeper(info, _INFO_DEPTH) for _, info in (*header.infos, *header.began) if info):
@@ -233,11 +238,12 @@ class HostedEnvs:
         size = sum(array.nbytes for array in rows.values())
         if size > DEFAULT_LIMITS.payload_bytes:
             raise EncodeError(f"arrays of ENV_ANSWERS have {size} bytes; {DEFAULT_LIMITS.payload_bytes} are allowed")
-        frames = encode(MessageKind.ENV_ANSWERS, header.model_dump(), rows)
+        frames = encode(MessageKind.ENV_ANSWERS, header.to_wire(), rows)
         if len(frames[1]) > DEFAULT_LIMITS.names:  # shorter headers have fewer names
             names = max((most_names(info) for _, info in (*header.infos, *header.began) if info), default=0)
             if names > DEFAULT_LIMITS.names:
                 raise EncodeError(f"an info of ENV_ANSWERS has {names:,} names; {DEFAULT_LIMITS.names:,} are allowed")
+        self._outside = []
         return frames
 
     def _tell(self, error: BaseException) -> dict[str, Any]:
