@@ -105,6 +105,7 @@ KINDS = (
     FindingKind("no_clients", "warning", 30, "serving.enabled", "Connect clients."),
     FindingKind("envs_failing", "warning", 0, "sampling.env_restart_attempts", "headrace rerun RUN, or its log."),
     FindingKind("tasks_refused", "warning", 0, "", "Correct the env or the task."),
+    FindingKind("episodes_aborted", "warning", 0, "", "Repair what aborts them."),
     FindingKind("episodes_censored", "warning", 0, "", "Look at what aborts them."),
     FindingKind("envs_down", "warning", 20, "sampling.env_reset_timeout_s", "Read the newest failure."),
     FindingKind("env_hosts_missing", "warning", 0, "broker.lease_s", "Start as many again."),
