@@ -19,6 +19,7 @@ from headrace.broker.reports.worker_metrics import WorkerMetrics
 from headrace.broker.reports.worker_rows import fleet_figures, row_figures, told_counters
 from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.aborted_episodes import AbortedWindow, doubt
 from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, up_to
 from headrace.schemas.accounts.ledger import Discard, Settled
 from headrace.schemas.accounts.lifetime_counters import (
@@ -48,6 +49,7 @@ class FleetMetrics(BrokerObserver):
         self._episodes: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
         self._aborted: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
         """(return, length) of the newest aborted episodes."""
+        self._ends = AbortedWindow(EPISODE_WINDOW)
         self._arrivals: deque[tuple[float, int]] = deque()
         """(time, env steps) of each recent batch."""
         self._env_steps: dict[tuple[int, int], int] = {}
@@ -89,6 +91,7 @@ class FleetMetrics(BrokerObserver):
             return
         self._accepted_lag[bisect_left(LAG_BOUNDS, _lag(told, self.core.weights))] += told.steps
         self._episodes.extend(told.episodes)
+        self._ends.add(*told.ends)
         if told.aborted:
             self._aborted.extend(told.aborted)
             self._counted[source.key][ABORTED_EPISODES] += len(told.aborted)
@@ -128,8 +131,8 @@ class FleetMetrics(BrokerObserver):
         self._changed_policies.add(module_id)
 
     def mean_return(self) -> float:
-        """Return the mean return of the newest `EPISODE_WINDOW` episodes; minus infinity before as many have ended."""
-        if len(self._episodes) < EPISODE_WINDOW:
+        """Return the mean return of the newest `EPISODE_WINDOW` episodes; minus infinity where it decides nothing."""
+        if len(self._episodes) < EPISODE_WINDOW or doubt(*self._ends.counts):
             return -math.inf
         return sum(returned for returned, _ in self._episodes) / EPISODE_WINDOW
 
@@ -202,6 +205,7 @@ class FleetMetrics(BrokerObserver):
         if core.workers.last_close_at < math.inf:
             gauges["lost_lives_close_unix_s"] = time.time() + max(0.0, core.workers.last_close_at - now)
         gauges |= _of_episodes("episode", self._episodes) | {"episodes_window": len(self._episodes)}
+        gauges["episodes_window_aborted"] = self._ends.counts[1]
         aborted = _of_episodes("aborted", self._aborted).items()
         gauges |= {name: value for name, value in aborted if name.endswith("_mean")}
         gauges["aborted_window"] = len(self._aborted)
@@ -262,6 +266,8 @@ class FleetMetrics(BrokerObserver):
                 continue  # known from Redis only: its worker may come back, or left an earlier broker in order
             if before != state and (before is not None or self._is_news(source, state)):
                 self._note(state, slot=source.slot, incarnation=source.incarnation)
+                if state in (Discard.WORKER_KILLED, Discard.FENCED) and source.met_at is not None:
+                    self._ends.add(0, source.num_envs)  # the open episodes that nobody tells of
             self._seen[source.key] = state
 
     def _is_news(self, source: Source, state: str) -> bool:

@@ -176,6 +176,7 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
     goal, standstill, look_at = Goal.of(fleet.config.fleet), Standstill(outcome.start.steps), 0.0
     shown_from = replace(outcome.start, mean_return=None)
     limit: Bottleneck | None = None
+    withheld = ""
     while not fleet.stop_asked:
         fleet.loop.turn(TICK_S)
         _log_rows(fleet, run_log)
@@ -186,6 +187,8 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
         fleet.record.note_numbers(now.steps, now.best_return)
         fleet.record.note_redis(fleet.redis_age_s if fleet.redis_age_s > STALE_S else 0.0)
         reached = goal.reached(now, outcome.start)
+        if not withheld and (withheld := goal.withheld(now, outcome.start)):
+            log.warning("%s; `headrace why %s` counts failures", withheld, fleet.run_dir.path)
         standstill.note(now, seconds)
         if shown_from.mean_return is None and now.steps > outcome.start.steps:
             shown_from = replace(shown_from, mean_return=now.best_return)

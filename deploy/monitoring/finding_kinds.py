@@ -106,6 +106,7 @@ KINDS = (
     FindingKind("envs_failing", "warning", 0, "sampling.env_restart_attempts", "headrace rerun RUN, or its log."),
     FindingKind("bounds_left", "warning", 0, "", "Correct the space, or clip observations."),
     FindingKind("tasks_refused", "warning", 0, "", "Correct the env or the task."),
+    FindingKind("episodes_aborted", "warning", 0, "", "Repair what aborts them."),
     FindingKind("episodes_censored", "warning", 0, "", "Look at what aborts them."),
     FindingKind("envs_down", "warning", 20, "sampling.env_reset_timeout_s", "Read the newest failure."),
     FindingKind("env_hosts_missing", "warning", 0, "broker.lease_s", "Start as many again."),

@@ -126,6 +126,7 @@ def _observations(facts: Facts) -> Iterator[Observation]:
     yield from stream_checks.failing_envs(facts)
     yield from stream_checks.left_bounds(facts)
     yield from stream_checks.refused_tasks(facts)
+    yield from stream_checks.many_aborted(facts)
     yield from stream_checks.censored_episodes(facts)
     yield from stream_checks.losing_groups(facts)
     yield from stream_checks.learner_threads(facts)

@@ -12,6 +12,7 @@ from headrace.deploy.monitoring.finding_kinds import Observation, observe
 from headrace.deploy.monitoring.process_checks import NUMBER, States, host_command, hosts_of, names_of
 from headrace.deploy.report.progress import number
 from headrace.deploy.run.annexes import part
+from headrace.deploy.run.goal import EPISODES_NEEDED, RunNumbers
 from headrace.deploy.run.redis_view import crowded_learner
 from headrace.schemas.accounts.consumer_groups import GroupRow
 from headrace.schemas.accounts.env_errors import OF_TASK
@@ -192,6 +193,14 @@ def censored_episodes(facts: Facts) -> Iterator[Observation]:
             f"the mean, the newest {finished:.0f} finished ones {whole:,.0f} and {usual:,.3g}"
         )
         yield observe(facts, "episodes_censored", "episodes", sentence)
+
+
+def many_aborted(facts: Facts) -> Iterator[Observation]:
+    """Yield that so many episodes are aborted that the mean of the others decides nothing."""
+    numbers = RunNumbers.of(facts.snapshot.gauges, {})
+    if numbers.doubt and numbers.window + numbers.aborted >= EPISODES_NEEDED:
+        sentence = f"{numbers.doubt}: fleet.until_return is not reached, and best.checkpoint stays as it is"
+        yield observe(facts, "episodes_aborted", "episodes", sentence)
 
 
 def _were_lost_lately(facts: Facts) -> bool:

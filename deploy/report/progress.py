@@ -105,7 +105,8 @@ class ProgressView:
     def _way(self) -> str:
         said = f"{int(100 * self.share_done)} %"
         if self.goal.until_steps is None and self.goal.until_return is not None and self.numbers.best_return is None:
-            said += f" ({self.numbers.window} of {EPISODES_NEEDED} episodes)"
+            window = f"{self.numbers.window} of {EPISODES_NEEDED} episodes"
+            said += f" ({'too many aborted' if self.numbers.doubt else window})"
         left = self._left()
         return f"{said}, {left}" if left else said
 

@@ -91,6 +91,7 @@ def evaluation_row(told: Mapping[str, Any], snapshot: Snapshot | None, began_uni
         "learner_epoch": told["learner_epoch"],
         "evaluation/agent_steps": told["steps"],
         "evaluation/episodes": told["episodes"],
+        "evaluation/aborted": told.get("aborted", 0),
         "evaluation/best": int(bool(told.get("best"))),
     }
     several = {f"policies/{key}/return": own for key, own in told.get("return_by_policy", {}).items()}

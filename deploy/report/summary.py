@@ -41,8 +41,8 @@ log = logging.getLogger("headrace.supervisor")
 SUMMARY_FILE = "summary.json"
 MOST_PROCESSES = 1000
 _OF_BOOKS = (
-    *("steps", "env_steps", "episodes", "mean_return", "mean_returns", "episodes_window", "weights_seq"),
-    *("ledger", "balanced", "problems", "errors", "tasks", "groups"),
+    *("steps", "env_steps", "episodes", "mean_return", "mean_returns", "episodes_window", "episodes_window_aborted"),
+    *("weights_seq", "ledger", "balanced", "problems", "errors", "tasks", "groups"),
 )
 _PACKAGES = ("headrace", "torch", "numpy", "gymnasium")
 
@@ -104,6 +104,7 @@ class Summary:
             "episodes": self.end.episodes,
             "mean_return": self.judged.mean_return,
             "episodes_window": self.judged.window,
+            "episodes_window_aborted": self.judged.aborted,
             "mean_returns": dict(self.judged.mean_returns),
             "goal_reached": self.at_goal is not None,
             "restarts": self.restarts,

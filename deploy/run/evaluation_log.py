@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from headrace.schemas.accounts.aborted_episodes import doubt
 from headrace.schemas.basics.run_files import opener
 from headrace.schemas.errors import writing
 
@@ -56,10 +57,16 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return told
 
 
+def doubt_of(told: Mapping[str, Any]) -> str:
+    """Return why the figures of an evaluation decide nothing: too many episodes were aborted; "" otherwise."""
+    return doubt(told["episodes"], told.get("aborted", 0))
+
+
 def describe(told: Mapping[str, Any]) -> str:
     """Return an evaluation in a few words."""
     earned = told["return"]
-    best = ", the best so far" if told.get("best") else ""
+    why = doubt_of(told)
+    best = ", the best so far" if told.get("best") else f"; it cannot be the best: {why}" if why else ""
     return (
         f"mean return {earned['mean']:.4g} (std {earned['std']:.4g}) over {told['episodes']} episodes after "
         f"{told['steps']:,} steps{best}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.broker.files.books_file import EndedLives
 from headrace.deploy.process.recorders import recorders_in
 from headrace.deploy.run.redis_view import Snapshot
+from headrace.schemas.accounts.aborted_episodes import aborted_in_words, doubt
 from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.settings.config import FleetSection
 
@@ -31,11 +32,18 @@ class RunNumbers:
     window: int = 0
     mean_returns: Mapping[str, float] = field(default_factory=dict)
     """Mean return by module id, over the newest agents that each policy played; empty in envs of one agent."""
+    aborted: int = 0
+    """Episodes that were aborted while those of the window finished. No mean has them."""
 
     @property
     def best_return(self) -> float | None:
-        """Return the mean return if it is taken over enough episodes to compare it with others."""
-        return self.mean_return if self.window >= EPISODES_NEEDED else None
+        """Return the mean return if it is over enough episodes, with few aborted ones, to compare it with others."""
+        return None if self.window < EPISODES_NEEDED or self.doubt else self.mean_return
+
+    @property
+    def doubt(self) -> str:
+        """Return why the mean return decides nothing, as too many episodes were aborted; "" otherwise."""
+        return doubt(self.window, self.aborted)
 
     @staticmethod
     def of(
@@ -51,14 +59,19 @@ class RunNumbers:
             mean_return=gauges.get("episode_return_mean") if window else None,
             window=window,
             mean_returns={m: told["return_mean"] for m, told in (policies or {}).items() if "return_mean" in told},
+            aborted=int(gauges.get("episodes_window_aborted", 0)),
         )
 
     def show_mean_return(self) -> str:
-        """Return the mean return in words, and that of each policy; "-" before the first episode has ended."""
+        """Return the mean return in words, that of each policy, and how many episodes these leave out.
+
+        "-" before the first episode has ended.
+        """
         if self.mean_return is None:
             return "-"
         by_policy = ", ".join(f"{module_id} {show_return(mean)}" for module_id, mean in self.mean_returns.items())
-        return f"{show_return(self.mean_return)} over {self.window}" + (f" ({by_policy})" if by_policy else "")
+        notes = "; ".join(filter(None, (by_policy, aborted_in_words(self.window, self.aborted))))
+        return f"{show_return(self.mean_return)} over {self.window}" + (f" ({notes})" if notes else "")
 
 
 def show_return(value: float) -> str:
@@ -116,9 +129,13 @@ class Goal:
             return False
         if self.until_steps is not None and now.steps >= start.steps + self.until_steps:
             return True
-        if self.until_return is None or now.mean_return is None:
-            return False
-        return now.window >= EPISODES_NEEDED and now.mean_return >= self.until_return
+        return self.until_return is not None and now.best_return is not None and now.best_return >= self.until_return
+
+    def withheld(self, now: RunNumbers, start: RunNumbers) -> str:
+        """Return, in a sentence, why a mean return that is high enough does not reach the goal; "" otherwise."""
+        if not now.doubt or self.reached(now, start) or not self.reached(replace(now, aborted=0), start):
+            return ""
+        return f"a mean return of {show_return(now.mean_return or 0.0)} does not reach the goal: {now.doubt}"
 
     def in_words(self, start: RunNumbers) -> str:
         """Return, in words, what ends a run that began at `start`, and from where steps count."""

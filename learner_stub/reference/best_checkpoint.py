@@ -31,13 +31,20 @@ class BestCheckpoint:
         self._best = path.with_name(BEST_FILE)
         self._held = path.with_name(f"{BEST_FILE}.{os.getpid()}.new")
         self._highest = self._read_highest()
+        self._doubt = ""
 
-    def saved(self, mean_return: float | None) -> None:
+    def saved(self, mean_return: float | None, doubt: str = "") -> None:
         """Take note that the learner has saved its checkpoint. `mean_return` is that of a full window, if there is one.
 
-        A failure to keep the best is logged: the learner's own checkpoint is written, and training goes on.
+        With a `doubt` about it the best one stays, which the log says once. A failure to keep the best is logged: the
+        learner's own checkpoint is written, and training goes on.
         """
         if mean_return is None or mean_return <= self._highest:
+            return
+        if doubt:
+            if not self._doubt:
+                log.warning("a mean return of %.4g makes no best checkpoint: %s", mean_return, doubt)
+            self._doubt = doubt
             return
         try:
             checkpoint = hold_checkpoint(self._path, self._held)

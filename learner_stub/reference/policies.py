@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headrace.learner_stub.reference.ppo import PPO, training_arrays, training_tensors
-from headrace.learner_stub.reference.training_stats import Metrics, TrainingStats
+from headrace.learner_stub.reference.training_stats import RECENT_EPISODES, Metrics, TrainingStats
 from headrace.learner_stub.rollouts.connector_merger import ConnectorMerger
 from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, StopDeadline
 from headrace.learner_stub.rollouts.module import build_frozen_module, build_module
+from headrace.schemas.accounts.aborted_episodes import AbortedWindow
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ModuleError
@@ -77,6 +78,7 @@ class LearnerPolicies:
         self.by_id = dict(by_id)
         self._mergers = {module_id: (connectors or {}).get(module_id) or ConnectorMerger() for module_id in by_id}
         self._nameless = list(by_id) == [DEFAULT_MODULE]
+        self.ends = AbortedWindow(RECENT_EPISODES)
 
     @property
     def updates(self) -> int:
@@ -103,14 +105,16 @@ class LearnerPolicies:
         own: dict[str, list[ChunkBatch]] = {module_id: [] for module_id in self.by_id}
         for batch in batches:
             own[self._module_of(batch)].append(batch)
+            self.ends.add(*batch.episode_ends)
         for module_id, merger in self._mergers.items():
             for batch in own[module_id]:
                 merger.take(batch)
         metrics = {module_id: policy.update(own[module_id], interruption) for module_id, policy in self.by_id.items()}
+        aborted = {"aborted": self.ends.counts[1]}
         if self._nameless:
-            return metrics[DEFAULT_MODULE]
+            return metrics[DEFAULT_MODULE] | aborted
         by_module = {f"{m}/{name}": v for m, told in metrics.items() for name, v in told.items() if name != "update"}
-        return {"update": self.updates, "steps": self.steps, **by_module}
+        return {"update": self.updates, "steps": self.steps, **aborted, **by_module}
 
     def _module_of(self, batch: ChunkBatch) -> str:
         if len(batch.modules) != 1 or batch.modules[0] not in self.by_id:
@@ -133,9 +137,10 @@ class LearnerPolicies:
         for module_id, policy in self.by_id.items():
             states[module_id], own = policy.get_state()
             arrays[module_id] = {**own, **self._mergers[module_id].get_state()}
+        aborted = {"recent_aborted": self.ends.get_state()}
         if self._nameless:
-            return states[DEFAULT_MODULE], arrays[DEFAULT_MODULE]
-        return {"modules": states}, join_modules(arrays)
+            return states[DEFAULT_MODULE] | aborted, arrays[DEFAULT_MODULE]
+        return {"modules": states, **aborted}, join_modules(arrays)
 
     def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Go on from the result of `get_state`; settings stay those of the config.
@@ -146,6 +151,7 @@ class LearnerPolicies:
         if states.keys() != self.by_id.keys():
             raise ValueError(f"it is of the modules {sorted(states)}, and this learner's are {sorted(self.by_id)}")
         parts = split_modules(arrays) if "modules" in state else {DEFAULT_MODULE: dict(arrays)}
+        self.ends.set_state(state.get("recent_aborted", ()))
         for module_id, policy in self.by_id.items():
             own = (parts or {}).get(module_id, {})
             learnt = {name: array for name, array in own.items() if name.startswith(CONNECTORS)}

@@ -24,6 +24,7 @@ from headrace.learner_stub.reference.policies import LearnerPolicies, build_poli
 from headrace.learner_stub.reference.training_stats import Metrics
 from headrace.learner_stub.rollouts.interruption import AbandonedUpdateError, StopDeadline, do_nothing
 from headrace.learner_stub.streaming.stream import EpisodeStream
+from headrace.schemas.accounts.aborted_episodes import doubt
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
@@ -97,7 +98,7 @@ def train(
         stream.commit()
         weights.publish(policies.weights(), allow_non_finite=True)
         if best is not None:
-            best.saved(policies.window_mean)
+            best.saved(policies.window_mean, doubt(*policies.ends.counts))
         weights.log(metrics)
         progress.report(metrics)
         if synchronous and stopping.is_set():

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.accounts.ledger import Count
+from headrace.schemas.accounts.ledger import Count, Discard
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.chunks.open_episodes import OpenEpisodes, in_order, index_of, is_open, open_episodes, stops
@@ -303,9 +303,9 @@ class SourceEpisodes:
         table["reason"] = 1
         agents = [names[player] for player in players]
         tasks, task_of = stamps([self._tasks.get(_episode(row)) for row in table]) if self._tasks else ((), None)
-        reasons = ("", reason)
-        template = self._templates[module_id]
-        return replace(template, table=table, agents=agents, reasons=reasons, tasks=tasks, task_of=task_of)
+        ends = (0, 0 if reason == Discard.SHUTDOWN else len(np.unique(table["env_index"])))
+        template = replace(self._templates[module_id], table=table, agents=agents, episode_ends=ends)
+        return replace(template, reasons=("", reason), tasks=tasks, task_of=task_of)
 
 
 def _template(end: SourceEnd, module_id: str, spaces: Spaces, told: Mapping[str, Any]) -> ChunkBatch:

@@ -79,7 +79,7 @@ GAUGE_TABLE = (
     ),
     Metric(
         *("episode_return_mean", "return", "of the last `episodes_window` finished episodes"),
-        shown="Mean return; {episode_return_min} to {episode_return_max}; of the newest {episodes_window}",
+        shown="Mean return; {episode_return_min} to {episode_return_max}; of the newest {episodes_window}; {left_out}",
         chart="Return of episodes: mean",
     ),
     Metric("episode_return_min", "return", "of those episodes"),
@@ -96,6 +96,12 @@ GAUGE_TABLE = (
         chart="Length of episodes, env steps",
     ),
     Metric("episodes_window", "episodes", "that these are taken over, at most 100"),
+    Metric(
+        "episodes_window_aborted",
+        "episodes",
+        "that were aborted while these finished, and are in none of these figures. A killed worker counts with one for "
+        "each of its envs, a worker that leaves in order with none",
+    ),
     Metric(
         *("weights_seq", "version", "seq of the newest published weights"),
         shown="Weights: {weights_seq}; of learner epoch {learner_epoch}; slowest worker is behind by {weights_lag}",

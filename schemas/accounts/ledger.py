@@ -116,7 +116,9 @@ class CounterRow:
 
 
 _STEPPED = Metric("agent_steps_total", "agent steps", "taken by workers; the ledger counts these")
-_EPISODES = Metric("episodes_total", "episodes", "finished", shown="Episodes; mean length {episode_len_mean}")
+_EPISODES = Metric(
+    "episodes_total", "episodes", "finished", shown="Episodes; mean length {episode_len_mean}; {left_out}"
+)
 _ENV_FAILURES = Metric(
     *("env_failures_total", "failures", "of sub-environments"),
     shown="Env failures; rebuilt {env_rebuilds_total}",

@@ -25,7 +25,7 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
-from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.accounts.ledger import Discard, WorkerTotals
 from headrace.schemas.basics.bounds import (
     MOST_TASKS,
     BatchCount,
@@ -171,6 +171,15 @@ class BatchHeader(BatchCounts):
     totals: WorkerTotals
     """The worker's running totals right after it cut this batch."""
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Return how many episodes it tells that (finished, were aborted): none of the latter if its worker leaves.
+
+        A worker that leaves in order discards open steps, or has only end markers left to send.
+        """
+        leaves = not self.steps or Discard.SHUTDOWN in self.totals.discarded
+        return len(self.episodes), 0 if leaves else len(self.aborted)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ChunkBatch(Sequence[EpisodeChunk]):
@@ -202,6 +211,10 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     tasks: Sequence[Task] = ()
     task_of: NDArray[np.int32] | None = None
     """For each chunk: its task's index in `tasks` + 1, or 0. None if no chunk has a task."""
+    episode_ends: tuple[int, int] = (0, 0)
+    """How many episodes of envs have (finished, been aborted) since its worker's last batch. An aborted one need not
+    have a chunk here. Those that a worker cuts short because it leaves in order do not count.
+    """
 
     @cached_property
     def columns(self) -> StepColumns:

@@ -96,6 +96,7 @@ class BatchReader:
             newest=newest,
             tasks=[Task(*told) for told in header.tasks],
             task_of=np.array(header.task_of, np.int32) if header.task_of else None,
+            episode_ends=header.ends,
         )
         if (batch.steps, len(batch)) != (header.steps, header.chunks):
             counts, told = (batch.steps, len(batch)), (header.steps, header.chunks)

@@ -30,6 +30,7 @@ class ExitCode(IntEnum):
     KEYS = 19
     CHAOS = 20
     FINDINGS = 21
+    EPISODES_ABORTED = 22
     LEDGER = 1
 
 

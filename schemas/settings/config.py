@@ -52,7 +52,7 @@ class FleetSection(ConfigSection):
     """build, reset and step one env in a process of its own before anything starts; false: only look up what is
     named"""
     until_return: float | None = None
-    """stop when the mean return of the last 100 episodes reaches this"""
+    """stop when the mean return of the last 100 episodes reaches this, and at most 5 % were aborted meanwhile"""
     until_steps: int | None = Field(default=None, gt=0)
     """stop after this many env steps, counted from the start of the run or of its resume"""
     timeout_s: float | None = Field(default=None, gt=0)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+import typer
 
 from headrace.deploy.annexes.policies.commands import evaluate
 from headrace.deploy.annexes.policies.episode_video import EpisodeVideo
@@ -94,7 +95,8 @@ def test_an_env_that_fails_plays_another_episode_instead() -> None:
     told = played(config, PlaySettings(episodes=200))
     assert told["episodes"] == 200
     assert told["aborted"] > 0
-    assert in_words(told).splitlines()[-1].startswith(f"aborted {told['aborted']}: ")
+    share = 100 * told["aborted"] / (200 + told["aborted"])
+    assert in_words(told).splitlines()[-1].startswith(f"aborted {told['aborted']} ({share:.2g} %): ")
     assert "aborted" not in in_words({**told, "aborted": 0})
     assert set(np.unique([told["length"]["min"], told["length"]["max"]])) == {3, 7}
 
@@ -200,6 +202,22 @@ def test_the_command_gives_a_result_for_each_task(tmp_path: Path) -> None:
     assert [own["task"] for own in told] == tasks
     assert told[0]["return"]["mean"] > 2 * told[1]["return"]["mean"]
     assert in_words(told[0]).startswith('task {"low":-0.01,"high":0.01}\nreturn  mean')
+
+
+def test_the_command_has_an_exit_code_for_many_aborted_episodes_unless_it_accepts_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_run(tmp_path)
+    flags = {"sampling.env": "support.envs.fleet:FailsWhenBad", "sampling.env_restart_attempts": 1000}
+    given = {"run": str(tmp_path), "episodes": 20, "explore": True, "as_json": True}
+    with pytest.raises(typer.Exit) as ended:
+        evaluate(Asked(flags=flags), **given)
+    out, log = capsys.readouterr()
+    told = orjson.loads(out)
+    assert ended.value.exit_code == ExitCode.EPISODES_ABORTED
+    assert f"{told['aborted']} of {20 + told['aborted']} episodes were aborted" in log
+    evaluate(Asked(flags=flags), accept_aborted=True, **given)
+    assert orjson.loads(capsys.readouterr().out)["aborted"] > 1
 
 
 def test_evaluation_refuses_envs_that_clients_drive_with_advice() -> None:

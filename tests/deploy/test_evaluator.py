@@ -12,9 +12,11 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.annexes.policies.evaluator import mean_return, watch
+from headrace.deploy.annexes.policies.evaluation import EpisodeScores
+from headrace.deploy.annexes.policies.evaluator import _Watcher, mean_return, watch
 from headrace.deploy.report.progress import ProgressView
-from headrace.deploy.run.evaluation_log import EvaluationLog
+from headrace.deploy.report.run_rows import evaluation_row
+from headrace.deploy.run.evaluation_log import EvaluationLog, describe
 from headrace.deploy.run.goal import Goal, RunNumbers
 from headrace.learner_stub.checkpoints.checkpoint import load_checkpoint
 from headrace.schemas.errors import RunDirError
@@ -92,6 +94,28 @@ def test_the_best_of_several_policies_is_by_the_return_of_those_in_training() ->
     assert mean_return(told, ["learns", "other"]) == 4.0
     assert mean_return(told, []) == 0.0
     assert mean_return({"return": {"mean": 5.0}}, ["learns"]) == 5.0, "of an env of one agent"
+
+
+def test_an_evaluation_that_leaves_out_many_episodes_is_not_the_best(tmp_path: Path) -> None:
+    before = {"unix_s": 1.0, "steps": 1, "return": {"mean": 1e9}, "episodes": 10, "aborted": 9}
+    EvaluationLog(tmp_path).append(before)
+    evaluation, unwanted = _Evaluation(), threading.Event()
+    watcher = _Watcher(tmp_path, 1, evaluation, [])  # type: ignore[arg-type]
+    for updates, mean, aborted in ((2, 5.0, 0), (3, 9.0, 1), (4, 6.0, 0)):
+        evaluation.scores = EpisodeScores([0], returns=[mean] * 10, lengths=[1] * 10, aborted=aborted)
+        save_run(tmp_path, updates=updates)
+        watcher.look(unwanted)
+    first, second, third = lines(tmp_path)[1:]
+    assert [first["best"], second["best"], third["best"]] == [True, False, True], "not that before, not 1 of 11"
+    assert "it cannot be the best: 1 of 11 episodes were aborted (9.1 %), more than 5 %" in describe(second)
+    assert evaluation_row(second, None, 0.0)["evaluation/aborted"] == 1
+
+
+class _Evaluation:
+    scores = EpisodeScores([0])
+
+    def play(self, *_: Any) -> EpisodeScores:
+        return self.scores
 
 
 def test_a_run_directory_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -367,6 +367,12 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
         r"envs of worker-0, worker-1 refuse tasks: SyncVectorEnv resets its envs\\x9bby itself; make it with",
         "tail /runs/a/logs/worker-0.log",
     ),
+    "many episodes are aborted": (
+        told(gauges={"episodes_window": 100.0, "episodes_window_aborted": 6.0}),
+        "episodes_aborted",
+        r"6 of 106 episodes were aborted \(5.7 %\), more than 5 %, and are in no mean: fleet.until_return",
+        "",
+    ),
     "long episodes are aborted": (
         told(gauges={**ABORTED, "aborted_len_mean": 130.0}, workers={0: FAILED_ONCE, 1: WORKER}),
         "episodes_censored",

@@ -34,6 +34,30 @@ def test_a_return_counts_over_a_hundred_episodes_only() -> None:
     assert not goal.reached(RunNumbers(2000, 0, None, 0), RunNumbers())
 
 
+def test_a_return_that_leaves_out_more_than_five_percent_reaches_no_goal_and_says_why() -> None:
+    goal, few = Goal(until_return=475.0), RunNumbers(2000, 100, 480.0, 100, aborted=5)
+    many = replace(few, aborted=6)
+    assert goal.reached(few, RunNumbers())
+    assert goal.withheld(few, RunNumbers()) == ""
+    assert not goal.reached(many, RunNumbers())
+    assert (few.best_return, many.best_return) == (480.0, None)
+    said = "6 of 106 episodes were aborted (5.7 %), more than 5 %, and are in no mean"
+    assert goal.withheld(many, RunNumbers()) == f"a mean return of 480.0 does not reach the goal: {said}"
+    assert goal.withheld(replace(many, mean_return=474.0), RunNumbers()) == ""
+    assert Goal(until_steps=5).reached(many, RunNumbers())
+    assert Goal(until_return=475.0, until_steps=5).withheld(many, RunNumbers()) == ""
+    (way,) = (value for what, value in ProgressView(1.0, many, goal).rows() if what == "goal")
+    assert way == "0 % (too many aborted)"
+
+
+def test_a_mean_return_says_how_many_episodes_it_leaves_out_above_one_percent() -> None:
+    gauges = {"episode_return_mean": 2.0, "episodes_window": 100.0, "episodes_window_aborted": 2.0}
+    assert RunNumbers.of(gauges, {}).show_mean_return() == "2.000 over 100 (2 of 102 aborted, 2 %)"
+    assert RunNumbers.of({**gauges, "episodes_window_aborted": 1.0}, {}).show_mean_return() == "2.000 over 100"
+    numbers = RunNumbers.of({**gauges, "episodes_window_aborted": 100.0}, {}, {"a": {"return_mean": 1.0}})
+    assert numbers.show_mean_return() == "2.000 over 100 (a 1.000; 100 of 200 aborted, 50 %)"
+
+
 def test_numbers_of_an_earlier_run_reach_no_goal() -> None:
     assert not Goal(until_return=475.0).reached(START, START)
     assert not Goal(until_steps=500).reached(START, START)

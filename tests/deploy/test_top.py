@@ -121,6 +121,9 @@ def test_aborted_episodes_stand_beside_finished_ones() -> None:
     facts = Facts(1000.0, Snapshot(fleet_id="demo", gauges=gauges, totals=totals))
     told = "123,456, return 9.5, of finished ones 12.25; length 7,000, of finished ones 51"
     assert f"Aborted episodes {told}" in text_of(head(fleet_state(facts, []), {}, 120))
+    assert "of 130 aborted" not in text_of(head(fleet_state(facts, []), {}, 120))
+    facts.snapshot.gauges.update({"episodes_window": 100.0, "episodes_window_aborted": 30.0})  # type: ignore[attr-defined]
+    assert text_of(head(fleet_state(facts, []), {}, 200)).count("30 of 130 aborted, 23 %") == 2, "return and length"
     assert "finished" not in text_of(head(crowd(2), {}, 120)), "no aborted one, no mean"
 
 

@@ -48,6 +48,24 @@ def test_the_checkpoint_with_the_best_full_window_is_kept_over_restarts(tmp_path
     assert {file.name for file in tmp_path.iterdir()} == names
 
 
+def test_too_many_aborted_episodes_leave_the_best_checkpoint_which_the_log_says_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = Life(tmp_path, 1)
+    life.save(1, [1.0] * 100)
+    life.best.saved(0.5, "many aborted")
+    assert not caplog.records, "it is not the best in any case"
+    save_checkpoint(life.path, Checkpoint(1, [], {"updates": 2}))
+    for _ in range(3):
+        life.best.saved(9.0, "many aborted")
+    assert best_of(tmp_path) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "a mean return of 9 makes no best checkpoint: many aborted"
+    ]
+    life.save(3, [2.0] * 100)
+    assert best_of(tmp_path) == 3
+
+
 def test_a_replaced_learner_does_not_change_the_best_checkpoint(tmp_path: Path) -> None:
     old, new = Life(tmp_path, 1), Life(tmp_path, 2)
     new.save(9, [3.0] * 100)

@@ -92,11 +92,21 @@ def test_a_module_without_a_name_has_flat_weights_metrics_and_checkpoint(
 ) -> None:
     ppo, batch = PPO(new_module(), SETTINGS), make_batch([20], [TERMINATED])
     policies = LearnerPolicies({DEFAULT_MODULE: ppo})
-    assert policies.update([batch]) == PPO(new_module(), SETTINGS).update([batch])
+    assert policies.update([batch]) == {**PPO(new_module(), SETTINGS).update([batch]), "aborted": 0}
     assert policies.weights().keys() == ppo.module.state_dict().keys()
     state, arrays = policies.get_state()
-    assert state.keys() == {"updates", "steps", "episodes", "recent_returns"}
+    assert state.keys() == {"updates", "steps", "episodes", "recent_returns", "recent_aborted"}
     assert {name.partition("/")[0] for name in arrays} == {"module", "optimizer"}
+
+
+def test_aborted_episodes_of_all_batches_count_over_restarts(make_batch: MakeBatch, new_module: NewModule) -> None:
+    batch = replace(make_batch([20], [TERMINATED]), episode_ends=(1, 4))
+    for names in ([DEFAULT_MODULE], ["one", "two"]):
+        policies, again = (LearnerPolicies({name: PPO(new_module(), SETTINGS) for name in names}) for _ in range(2))
+        told = policies.update([_of(name, batch) for name in names])
+        assert told["aborted"] == 4 * len(names)
+        again.set_state(*policies.get_state())
+        assert again.ends.counts == (len(names), 4 * len(names))
 
 
 def test_a_learner_resumes_from_an_older_checkpoint_of_a_single_module(
@@ -111,7 +121,7 @@ def test_a_learner_resumes_from_an_older_checkpoint_of_a_single_module(
     )
     policies.set_state({"updates": 1, "steps": 20, "episodes": 1, "recent_returns": [0.0]}, arrays)
     second = make_batch([30], [TERMINATED], seed=1)
-    assert policies.update([second]) == ppo.update([second])
+    assert policies.update([second]) == {**ppo.update([second]), "aborted": 0}
     _assert_same_weights(policies.by_id[DEFAULT_MODULE], ppo)
 
 

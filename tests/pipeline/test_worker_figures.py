@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from headrace.broker.batches.life_figures import WorkerFigures
 from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.reports.report import Report
 from headrace.broker.reports.worker_rows import fleet_figures, row_figures
+from headrace.deploy.run.goal import EPISODES_NEEDED, Goal, RunNumbers
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.figures import WORKER_TABLE
 from headrace.schemas.accounts.ledger import WorkerTotals
@@ -191,6 +194,32 @@ def test_the_aborted_episodes_and_the_failures_of_a_worker_reach_the_report(
     assert group["traceback"].rstrip().endswith("RuntimeError: the simulator diverged")
     assert seen.counters[0, 1]["aborted_episodes_total"] == seen.gauges["aborted_window"]
     assert seen.gauges["aborted_len_mean"] == seen.gauges["aborted_return_mean"] > 0  # CartPole gives 1 a step
+
+
+def test_an_env_that_fails_in_its_bad_episodes_alone_reaches_no_goal_by_the_good_ones(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failing = {"env": "support.envs.fleet:FailsWhenBad", "env_restart_attempts": 1000}
+    sections = {**AT_RANDOM, "sampling": {**AT_RANDOM["sampling"], **failing}}
+    finished = aborted = 0
+    with (
+        EpisodeStream(broker.endpoints.learner) as stream,
+        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections),
+    ):
+        while (seen := broker.report().gauges)["episodes_window"] < EPISODES_NEEDED:
+            batch = stream.next(30.0)
+            assert batch is not None
+            finished, aborted = finished + batch.episode_ends[0], aborted + batch.episode_ends[1]
+    numbers, goal = replace(RunNumbers.of(seen, {}), steps=1), Goal(until_return=20.0)
+    assert numbers.mean_return is not None
+    assert numbers.mean_return > 20, "the bad ones are in no mean"
+    assert numbers.aborted > 20
+    assert f"({numbers.aborted} of {100 + numbers.aborted} aborted, " in numbers.show_mean_return()
+    assert not goal.reached(numbers, RunNumbers())
+    assert f"{numbers.aborted} of {100 + numbers.aborted} episodes were aborted" in goal.withheld(numbers, RunNumbers())
+    assert broker.ask(lambda asked: feature(asked, FleetMetrics).mean_return()) == -math.inf
+    assert finished > 0
+    assert aborted > 0, "a learner of one's own is told of them too"
 
 
 def test_a_policy_server_reports_its_clients_and_its_time_waiting_for_them(

@@ -185,7 +185,14 @@ def test_each_metric_has_a_panel_unless_a_panel_shows_it_otherwise() -> None:
     assert shown - found == set(), "a panel asks for what the exporter does not have"
     counted_otherwise = {
         *("batches", "settled_batches", "chunks", "accepted_chunks", "committed_chunks", "dropped_chunks"),
-        *("env_steps", "learner_epoch", "episodes_window", "aborted_window", "policy_agents"),
+        *(
+            "env_steps",
+            "learner_epoch",
+            "episodes_window",
+            "episodes_window_aborted",
+            "aborted_window",
+            "policy_agents",
+        ),
     }
     moments = {"reported", "lost_lives_close", "learner_lease", "learner_committed"}
     others = {*counted_otherwise, *(f"{name}_timestamp_seconds" for name in moments), "ended"}

@@ -108,6 +108,43 @@ def test_lives_that_ended_before_the_run_went_on_are_not_fenced() -> None:
     assert (events(), fenced()) == ([("worker_killed", 1, 1)], [(2, 1)])
 
 
+def ended(seq: int, finished: int, aborted: int, **counts: Any) -> BatchHeader:
+    told = {"episodes": [(1.0, 2)] * finished, "aborted": [(0.0, 2)] * aborted}
+    return header(seq, 10, **counts).model_copy(update=told)
+
+
+def test_the_window_has_the_episodes_that_were_aborted_while_it_filled() -> None:
+    metrics = FleetMetrics(BrokerCore("f", BrokerLimits()))
+
+    def window(finished: int, aborted: int, **counts: Any) -> tuple[float, float, bool]:
+        accept(metrics, ended(1, finished, aborted, **counts))
+        gauges = metrics.report(0.0).gauges
+        return gauges["episodes_window"], gauges["episodes_window_aborted"], metrics.mean_return() == 1.0
+
+    assert window(0, 3) == (0, 3, False)
+    assert window(60, 2) == (60, 5, False)
+    assert window(40, 0) == (100, 5, True), "5 of 105"
+    assert window(0, 1) == (100, 6, False), "6 of 106"
+    assert window(0, 64, discarded={"shutdown": 9}) == (100, 6, False), "their worker leaves in order"
+    assert window(60, 0) == (100, 3, True), "the first ones are of the time before"
+    assert window(500, 1) == (100, 1, True)
+
+
+def test_a_killed_worker_aborts_an_episode_in_each_of_its_envs_and_one_that_leaves_does_not() -> None:
+    core = BrokerCore("f", BrokerLimits())
+    metrics = FleetMetrics(core)
+    for slot in range(3):
+        core.receive(b"%d" % slot, WorkerHello(fleet_id="f", token=f"{slot}", slot=slot, num_envs=16), 0.0)
+    core.receive(b"s", SupervisorHello(fleet_id="f", token="s"), 0.0)
+    core.receive(b"l", LearnerHello(token="l", channel="stream"), 0.0)
+    assert metrics.report(0.0).gauges["episodes_window_aborted"] == 0
+    for slot, reason in ((0, "shutdown"), (1, "worker_killed")):
+        words = Obituary(slot=slot, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason=reason)
+        core.receive(b"s", words, 0.0)
+        assert metrics.report(0.0).gauges["episodes_window_aborted"] == 16 * slot
+        assert metrics.report(0.0).gauges["episodes_window_aborted"] == 16 * slot
+
+
 def told_learner(core: BrokerCore, now: float) -> dict[str, Any]:
     """Return program, process, host and threads of the learner that came last, and for how long it is silent."""
     lease = FleetMetrics(core).report(now).lease

@@ -186,6 +186,12 @@ def test_env_that_always_fails_ends_in_a_typed_error_after_its_budget(failing: s
             sampler.sample(num_timesteps=10)
         assert isinstance(caught.value.__cause__, RuntimeError)
         assert tries[failing] == 6
+        first_steps = {
+            "step": 6,
+            "reset": 0,
+            "construction": 1,
+        }  # an episode that fails at once has no step, and counts
+        assert list(sampler.totals.aborted) == [(0.0, 0)] * first_steps[failing]
         check_books(sampler)
 
 

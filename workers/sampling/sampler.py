@@ -292,7 +292,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             for lane in self.envs.lanes:
                 if lane.episode is not None:
                     view = self.steps.look(lane, lane.episode)
-                    if reason is not Discard.RESET:
+                    if reason is not Discard.RESET and len(view):
                         self._note_aborted(lane.episode, view)
                     if self._events.watches_failures:
                         self._events.aborted(view, reason)
@@ -301,9 +301,9 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         self.needs_reset = True
 
     def _note_aborted(self, episode: Episode, view: AnyEpisodeView) -> None:
-        """Note the return and length of an aborted episode, unless it has no step or is excluded from training."""
+        """Note the return and length of an aborted episode, unless it is excluded from training."""
         earned = view.episode_return
-        if len(view) and math.isfinite(earned) and episode.trains:
+        if math.isfinite(earned) and episode.trains:
             self._totals.aborted.append((float(earned), len(view)))
 
     def finish(self, reason: Discard) -> None:

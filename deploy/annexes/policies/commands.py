@@ -18,6 +18,7 @@ import typer
 
 from headrace.deploy.command.option_table import command
 from headrace.deploy.run.annexes import part
+from headrace.deploy.run.evaluation_log import doubt_of
 from headrace.deploy.run.options import Asked
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
@@ -66,7 +67,7 @@ Checkpoint = Annotated[
     "headrace evaluate runs/a --task '{\"level\": 3}' --task '{\"level\": 4}'",
     "headrace evaluate runs/a --watch --set learner.evaluate_every_steps=20000",
     options="run episodes checkpoint num_envs seed task explore render render_episodes watch env fleet_id config sets"
-    " allow as_json",
+    " allow as_json accept_aborted",
 )
 def evaluate(
     asked: Asked,
@@ -97,6 +98,10 @@ def evaluate(
         ),
     ] = False,
     as_json: bool,
+    accept_aborted: Annotated[
+        bool,
+        typer.Option("--accept-aborted", help="End with 0 although an env failed in more than 5 % of the episodes."),
+    ] = False,
 ) -> None:
     """Play whole episodes with a trained policy, and print returns and lengths.
 
@@ -137,6 +142,9 @@ def evaluate(
     if not results[-1]["complete"]:
         log.warning("stopped after %d of %d episodes", results[-1]["episodes"], episodes)
         raise typer.Exit(int(ExitCode.FAILURE))
+    if (doubts := [why for told in results if (why := doubt_of(told))]) and not accept_aborted:
+        log.error("%s; repair the env, or give --accept-aborted", doubts[0])
+        raise typer.Exit(int(ExitCode.EPISODES_ABORTED))
 
 
 def _read_task(text: str) -> dict[str, Any]:

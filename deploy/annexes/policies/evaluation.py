@@ -13,6 +13,7 @@ import numpy as np
 import orjson
 
 from headrace.deploy.annexes.policies.episode_video import EpisodeVideo
+from headrace.schemas.accounts.aborted_episodes import aborted_in_words
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import ConfigError, EnvError
@@ -216,6 +217,8 @@ class Evaluation:
             if time.monotonic() >= say_at:
                 say_at = time.monotonic() + _PROGRESS_S
                 mean = f", mean return {np.mean(scores.returns):.4g}" if scores.returns else ""
+                left_out = aborted_in_words(len(scores.returns), scores.aborted)
+                mean += f" ({left_out})" if left_out else ""
                 told = len(scores.returns), self._settings.episodes, f"{self._runner.totals.env_steps - before:,}", mean
                 log.info("%d of %d episodes have ended after %s env steps%s", *told)
 
@@ -237,7 +240,8 @@ class Evaluation:
 def in_words(told: Mapping[str, Any]) -> str:
     """Return the result of `EpisodeScores.as_json` for people: a line for all, and one for each agent and policy."""
     task = f"task {orjson.dumps(told['task']).decode()}\n" if told.get("task") is not None else ""
-    aborted = f"\naborted {told['aborted']}: an env failed, and played another episode" if told["aborted"] else ""
+    share = f" ({100 * told['aborted'] / (told['episodes'] + told['aborted']):.2g} %)" if told["aborted"] else ""
+    aborted = f"\naborted {told['aborted']}{share}: an env failed, and played another episode" if share else ""
     if not told["episodes"]:
         return f"{task}no episode has ended{aborted}"
     lines = [("return", told["return"]), ("length", told["length"])]

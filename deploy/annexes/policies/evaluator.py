@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace.deploy.annexes.policies.evaluation import Evaluation, PlaySettings
 from headrace.deploy.run.checkpoint_facts import BEST_FILE, NEWEST_FILE, counts_of
-from headrace.deploy.run.evaluation_log import EvaluationLog, describe
+from headrace.deploy.run.evaluation_log import EvaluationLog, describe, doubt_of
 from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, hold_checkpoint, keep_best, published_arrays
 from headrace.schemas.errors import CheckpointError, writing
 from headrace.schemas.settings.config import FleetConfig
@@ -56,7 +56,7 @@ class _Watcher:
         self._log = EvaluationLog(run_dir)
         before = self._log.take_new()
         self._evaluated_steps = before[-1]["steps"] if before else 0
-        self._best_mean = max((mean_return(told, trained) for told in before), default=-math.inf)
+        self._best_mean = max((mean_return(told, trained) for told in before if not doubt_of(told)), default=-math.inf)
         self._seen_at_ns = 0
         with writing(run_dir):
             for left in run_dir.glob("evaluating.*.checkpoint"):  # left by a killed process
@@ -96,7 +96,7 @@ class _Watcher:
             "seconds": round(time.monotonic() - began, 3),
         }
         mean = mean_return(told, self._trained)
-        told["best"] = mean > self._best_mean
+        told["best"] = mean > self._best_mean and not doubt_of(told)
         if told["best"]:
             keep_best(self._held, self._best)
             self._best_mean = mean

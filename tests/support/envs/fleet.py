@@ -54,6 +54,25 @@ def always_failing(context: Any) -> gym.Env[Any, Any]:
     return Failing(gym.make("CartPole-v1"), 0)
 
 
+class FailsWhenBad(gym.Wrapper[Any, Any, Any, Any]):
+    """CartPole that raises where an episode would end with a return below 20, as about every other one at random."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self._earned = 0.0
+
+    def reset(self, **settings: Any) -> Any:
+        self._earned = 0.0
+        return super().reset(**settings)
+
+    def step(self, action: Any) -> Any:
+        answer = super().step(action)
+        self._earned += float(answer[1])
+        if answer[2] and self._earned < 20:
+            raise RuntimeError("the pole fell too soon")
+        return answer
+
+
 class Leaving(gym.ObservationWrapper[Any, Any, Any]):
     """Leaves its observation space after `period` observations."""
 

@@ -185,6 +185,7 @@ def _numbers(snapshot: Snapshot | None, told: Mapping[str, Any], series: RunSeri
     if snapshot is not None:
         numbers |= {**snapshot.totals, **snapshot.gauges}
     ended = {"env_steps_total": "env_steps", "episodes_total": "episodes", "episode_return_mean": "mean_return"}
+    ended |= {name: name for name in ("episodes_window", "episodes_window_aborted")}
     at_end = {name: told.get(key) for name, key in ended.items()} | told.get("rates", {})
     return numbers | {name: value for name, value in at_end.items() if value is not None}
 

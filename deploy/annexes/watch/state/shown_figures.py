@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.deploy.report.progress import duration
 from headrace.deploy.report.run_rows import LAG_QUANTILES
+from headrace.schemas.accounts.aborted_episodes import aborted_in_words
 from headrace.schemas.accounts.figures import FLEET_TABLE, GAUGE_TABLE, RESTARTS, SLOT_TABLE, WORKER_TABLE, Metric
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 from headrace.schemas.accounts.redis_keys import labelled
@@ -30,7 +31,8 @@ _LONGEST = 400
 
 def tiles_of(numbers: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the tiles of a fleet as texts. `numbers` has its figures without a label by name."""
-    tiles = []
+    ends = (int(numbers.get(name) or 0) for name in ("episodes_window", "episodes_window_aborted"))
+    tiles, numbers = [], {**numbers, "left_out": aborted_in_words(*ends) or None}
     for figure in TILES:
         heading, *templates = figure.shown.split("; ")
         title, _, own = heading.partition(": ")
