@@ -14,6 +14,7 @@ import orjson
 from headrace.broker.batches.limits import RECONCILE_WAIT_S, BrokerState
 from headrace.broker.files.books_file import BooksFile, EndedLives
 from headrace.broker.files.rendezvous_file import note_stopped
+from headrace.broker.files.report_file import file_path as report_file
 from headrace.broker.files.state_file import BrokerFile, Endpoints, read_broker_file, write_broker_file
 from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, StartingPoint, choose_checkpoint
 from headrace.deploy.fleet.fleet_record import FleetRecord
@@ -176,12 +177,12 @@ class Fleet:
 
     @property
     def snapshot(self) -> Snapshot:
-        """Return the newest numbers from Redis. They are empty, and without the fleet's name, when none were read."""
+        """Return the newest numbers, from Redis or the broker. They are empty, and nameless, when none were read."""
         return (self._poller.snapshot if self._poller else None) or Snapshot()
 
     @property
     def redis_age_s(self) -> float:
-        """Return the seconds since Redis last answered."""
+        """Return the seconds since Redis last answered, or took what the broker reports."""
         return self._poller.age_s if self._poller else 0.0
 
     def take_learner_rows(self) -> list[LearnerRowView]:
@@ -318,7 +319,8 @@ class Fleet:
         self.config = with_client_ports(with_env_ports(self.config.model_copy(update={"redis": section})))
         write_sealed(self.run_dir.config_json, orjson.dumps(self.config.model_dump(mode="json")))
         self.record.note(redis_url=url)
-        self._poller = SnapshotPoller(url, self.fleet_id)
+        report_file(self.run_dir.path).unlink(missing_ok=True)  # of an earlier run, whose books other files have
+        self._poller = SnapshotPoller(url, self.fleet_id, self.run_dir.path)
         self._await_books(self._poller, url)
         if self.stop_asked or self.supervisor.failure is not None:
             return
@@ -507,12 +509,13 @@ class Fleet:
             self._follow_scale()
 
     def _delete_stored_recorders(self) -> None:
-        if self._obituary_sender is not None:
-            self._obituary_sender.delete_stored(self.snapshot.rows, self.snapshot.folded)
+        seen = self.snapshot
+        if self._obituary_sender is not None and seen.away is None:  # Redis has these rows
+            self._obituary_sender.delete_stored(seen.rows, seen.folded)
 
     def _workers_have_left(self) -> bool:
-        """Return whether all workers' lives are closed in the books, or no broker or Redis reports them any more."""
-        nobody_tells = self.supervisor.gone(Role.BROKER) or self.redis_age_s > STALE_S
+        """Return whether all workers' lives are closed in the books, or nobody reports them any more."""
+        nobody_tells = self.supervisor.gone(Role.BROKER) or (self.redis_age_s > STALE_S and self.snapshot.away is None)
         return nobody_tells or all(row.closed for row in self.snapshot.rows.values())
 
     def _await_commits(self) -> None:

@@ -189,7 +189,7 @@ def _is_settled(facts: Facts, since_unix_s: Any) -> bool:
 def _goes_on(facts: Facts) -> bool:
     """Return whether the fleet runs and has taken steps in the last two minutes: a long update may hold it up."""
     supervisor = facts.processes.get(SUPERVISOR)
-    if facts.redis_error or (supervisor is not None and supervisor.state != "running"):
+    if facts.is_old or (supervisor is not None and supervisor.state != "running"):
         return False
     before = facts.recent[0][1].get("env_steps_total", 0) if facts.recent else 0
     return facts.snapshot.totals.get("env_steps_total", 0) > before

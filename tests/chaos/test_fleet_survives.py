@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from headrace.broker.redis.client import connect
@@ -198,6 +199,42 @@ def test_while_redis_is_away_a_fenced_learner_is_back_once_the_other_has_left(tm
             turn(fleet, lambda: own.state is ServiceState.FENCED, "the fence")
             assert not fleet.loop.turn_until(lambda: own.restarts > 0, 2 * PATIENCE), "the other learner is connected"
         turn(fleet, lambda: own.restarts == 1 and own.state is ServiceState.RUNNING, "the fleet's own learner")
+
+
+@pytest.mark.parametrize("how", ["refuses", pytest.param("gone", marks=pytest.mark.thorough)])
+def test_a_fleet_reaches_its_goal_and_balances_while_redis_refuses_or_is_gone(tmp_path: Path, how: str) -> None:
+    run = tmp_path / "run"
+
+    def tell(*command: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "headrace.deploy", *command, "--run-dir", str(run)],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    with redis_in(tmp_path / "elsewhere") as (url, server):
+        goal = ("--until-steps", "30000", "--set", f"redis.url={url}", "--set", "logging.interval_s=0.2")
+        with RunningFleet(run, *ALONE, *goal) as fleet:
+            fleet.wait_for_steps(2_000)
+            before = fleet.steps_of_envs()
+            if how == "gone":
+                server.kill()
+            else:
+                with connect(url) as client:
+                    client.replicaof("127.0.0.1", "1")  # a master that is away
+            fleet.wait_until(lambda: "redis_away" in tell("why")[1], "why names Redis")
+            result = fleet.finish()
+        assert result["goal_reached"] is True, result["stderr"]
+        assert (result["returncode"], result["balanced"], result["ledger"]["queued"]) == (0, True, 0)
+        assert result["env_steps"] >= 30_000 > before
+        rows = [orjson.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+        assert rows[-1]["env_steps"] == result["env_steps"]
+        assert [row["learner_row"] for row in rows if "learner_row" in row], "the learner's rows came by the broker"
+        code, said = tell("audit", "--strict")
+        assert code == 0, said
 
 
 @pytest.mark.parametrize("comes_back", [True, False])

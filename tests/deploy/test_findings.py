@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace.broker.files.report_file import RedisAway
 from headrace.deploy.annexes.watch.state.fleet_state import ledger
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import KIND, KINDS
@@ -123,6 +124,12 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
         healthy(redis_error="Connection refused", redis_age_s=12.0),
         "redis_away",
         r"waiting for Redis at \S*, silent for 12 s \(Connection refused\)",
+        "",
+    ),
+    "Redis refuses the broker": (
+        replace(told(away=RedisAway(NOW - 12.0, "READONLY")), redis_error="READONLY", redis_age_s=12.0),
+        "redis_away",
+        r"Redis at \S* takes no reports \(READONLY\); the fleet goes on, and reports later",
         "",
     ),
     "Redis garbage": (told(garbage=("totals: field x",)), "redis_garbage", "1 value that cannot be read", ""),
