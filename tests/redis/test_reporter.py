@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -34,6 +35,7 @@ from headrace.schemas.accounts.redis_keys import (
 )
 from headrace.schemas.errors import RedisUnavailableError
 from headrace.schemas.messages import LearnerRow
+from headrace.schemas.settings.redis_url import read_redis_url
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes
@@ -498,6 +500,43 @@ def test_a_file_that_an_earlier_broker_left_counts_only_while_it_is_newer_than_r
         assert view.read().rows == {(0, 1): make_row()}
     with FleetView("redis://127.0.0.1:1/0", "another", tmp_path) as other, pytest.raises(RedisUnavailableError):
         other.read()
+
+
+@pytest.mark.parametrize("user", ["", "writer"])
+def test_a_password_that_is_replaced_in_its_file_is_read_again(
+    fleet_id: str, make_server: MakeServer, make_row: MakeRow, tmp_path: Path, user: str
+) -> None:
+    server, file = make_server().start(), tmp_path / "writer.url"
+    file.touch(mode=0o600)
+
+    def rotate(password: str) -> None:
+        with server.client() as client:
+            client.execute_command(
+                "ACL", "SETUSER", user or "default", "on", "resetpass", f">{password}", "+@all", "~*"
+            )
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        server.url = server.url if user else f"redis://:{quote(password, safe='')}@127.0.0.1:{server.launch.port}/0"
+
+    def note(password: str) -> None:
+        file.write_text(f"redis://{user}:{quote(password, safe='')}@127.0.0.1:{server.launch.port}/0\n")
+
+    rotate("be/fore")
+    note("be/fore")
+    reporter = RedisReporter(read_redis_url(str(file)), fleet_id)
+    reporter.offer(fleet_report(make_row, 1))
+    wait_until(lambda: _accepted(server.url, fleet_id))
+    with FleetView(read_redis_url(str(file)), fleet_id) as view:
+        assert view.read().rows
+        rotate("af@ter")
+        reporter.offer(fleet_report(make_row, 2))
+        wait_until(lambda: reporter.failures >= 2)
+        with pytest.raises(RedisUnavailableError) as caught:
+            view.read()
+        assert "fore" not in str(caught.value)
+        note("af@ter")
+        wait_until(lambda: reporter.is_idle)
+        assert view.read().totals["accepted_bytes_total"] == 4000
+    assert reporter.close(30.0)
 
 
 def test_a_wrong_password_counts_as_an_outage_of_redis(url: str, fleet_id: str) -> None:
