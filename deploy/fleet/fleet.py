@@ -60,7 +60,7 @@ from headrace.schemas.credentials.keys import client_keys
 from headrace.schemas.errors import ExitCode, RedisUnavailableError, RunDirError, UnreachableError
 from headrace.schemas.messages.shared_weights import remove_unused_weights
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
-from headrace.schemas.peers.socket_folder import remove_socket_folder
+from headrace.schemas.peers.socket_folder import remake_socket_folder, remove_socket_folder
 from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig, is_loopback
 from headrace.schemas.settings.redis_url import without_password
 
@@ -500,6 +500,7 @@ class Fleet:
             children = [(s.spec.slot, child) for s in services for child in (s.child, *s.zombies)]
             own = {(slot, child.incarnation) for slot, child in children if slot is not None and child is not None}
             try:
+                self._look_at_sockets()
                 self._obituary_sender.send_ended(own)
             except (OSError, RunDirError) as error:  # a drain goes on
                 self.supervisor.fail(error)
@@ -507,6 +508,15 @@ class Fleet:
                 self.supervisor.fail(self._lease.refusal)
             self._delete_stored_recorders()
             self._follow_scale()
+
+    def _look_at_sockets(self) -> None:
+        """Make a removed folder of sockets again, and replace those who served there: new peers find them by paths."""
+        folder = remake_socket_folder(self.run_dir.path, self.endpoints["worker"])
+        if folder is not None and self.record.content.state == "running":
+            serving = self.config.serving.enabled
+            for service in (self.supervisor.services["broker"], *self._workers().values()):
+                if service.spec.role is Role.BROKER or service.spec.has_port or serving:
+                    self.supervisor.replace(service, f"has lost its socket: {folder} was removed")
 
     def _delete_stored_recorders(self) -> None:
         seen = self.snapshot

@@ -4,6 +4,7 @@ the fleet went on to its goal, its books balance, and what happened is named."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,6 +200,25 @@ def test_while_redis_is_away_a_fenced_learner_is_back_once_the_other_has_left(tm
             turn(fleet, lambda: own.state is ServiceState.FENCED, "the fence")
             assert not fleet.loop.turn_until(lambda: own.restarts > 0, 2 * PATIENCE), "the other learner is connected"
         turn(fleet, lambda: own.restarts == 1 and own.state is ServiceState.RUNNING, "the fleet's own learner")
+
+
+@pytest.mark.parametrize("name", ["a-long-name-" * 10, pytest.param("run", marks=pytest.mark.thorough)])
+def test_a_removed_folder_of_sockets_is_made_again_before_a_worker_needs_it(tmp_path: Path, name: str) -> None:
+    with RunningFleet(tmp_path / name, *SMALL) as fleet:
+        fleet.wait_for_steps(2_000)
+        before = fleet.endpoint("worker")
+        shutil.rmtree(Path(before.removeprefix("ipc://")).parent)
+        fleet.wait_until(lambda: "has lost its socket" in fleet.said(), "the supervisor notices")
+        fleet.send(signal.SIGKILL, "worker", slot=0)
+        fleet.wait_until(lambda: fleet.pid("worker", 0, incarnation=2), "the worker's next life")
+        fleet.wait_until(lambda: fleet.snapshot().workers.get(0, {}).get("incarnation") == 2, "it joins")  # type: ignore[union-attr]
+        fleet.wait_for_steps(2_000)
+        assert fleet.endpoint("worker") == before
+        fleet.terminate()
+        result = fleet.finish()
+    assert_end_and_books(fleet, result)
+    assert result["restarts"] == {"worker": 1, "broker": 1, "learner": 0, "redis": 0}
+    assert set(result["ledger"]["dropped"]) <= {"worker_killed"}
 
 
 @pytest.mark.parametrize("how", ["refuses", pytest.param("gone", marks=pytest.mark.thorough)])
