@@ -303,13 +303,19 @@ class Fleet:
                 raise self._redis_does_not_start(redis.last_words)
             if self.supervisor.failure is not None or self.stop_asked:
                 return
-            wait_ready(url, 0.0)
+            try:
+                wait_ready(url, 0.0)
+            except RedisUnavailableError as error:
+                raise self._own_redis_is_silent(error) from error
             if redis.child is not None and (told := told_of_cut(redis.child.log_lines(_REDIS_LINES))):
                 log.warning("%s", told)
         self._lease = FleetLease(url, self.fleet_id, holder)
         if not self._lease.take():
             log.warning("%s; waiting for the end of its lease, in case it was killed", self._lease.refusal)
+            whom = f"another `headrace up` of this fleet to give up its lease in Redis ({LEASE_DEADLINE_S:g} s at most)"
+            self.record.note(waits_for=whom)
             self.wait(self._lease.take, LEASE_DEADLINE_S, "the end of the other fleet's lease")
+            self.record.note(waits_for="")
             if self.stop_asked or self.supervisor.failure is not None:
                 return
             if self._lease.refusal is not None:
@@ -394,6 +400,11 @@ class Fleet:
         if not endpoints or is_loopback(bound):
             return endpoints
         return advertised(endpoints, host_to_advertise(bound, self.config.worker.advertise, "worker.advertise"))
+
+    def _own_redis_is_silent(self, error: RedisUnavailableError) -> RedisUnavailableError:
+        reason = f"the fleet's own server has not answered for {REDIS_DEADLINE_S:g} s: {error.reason}"
+        advice = f"see that this machine's loopback device is up (ip link set lo up), and {self.run_dir.logs}/redis.log"
+        return RedisUnavailableError(error.endpoint, reason, REDIS_DEADLINE_S, advice)
 
     def _redis_does_not_start(self, last_words: str) -> FleetError:
         folder, own_log = self.run_dir.path / "redis", self.run_dir.logs / "redis.log"

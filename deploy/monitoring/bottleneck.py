@@ -78,6 +78,8 @@ def find_bottleneck(facts: Facts, findings: Sequence[Finding]) -> Bottleneck | N
         return _slow_learner(learner, "and steps are dropped") if _drops(facts) else None
     if idle <= blocked / 3:
         return _slow_learner(learner, f"and the workers wait {_percent(blocked)} of theirs")
+    if any(one.whom == "learner" for one in findings):
+        return None  # it pauses: the shares of its time are older than the workers'
     if blocked <= idle / 3:
         return _slow_workers(facts, workers, idle)
     return _between(facts, idle, blocked) if min(idle, blocked) >= _WAITS else None

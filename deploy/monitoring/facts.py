@@ -85,6 +85,8 @@ class Facts:
     disk_free_bytes: int | None = None
     redis_away_unix_s: float | None = None
     """Since when Redis has not answered the supervisor, as fleet.json says; None while it does."""
+    waits_for: str = ""
+    """Whom the start waits for, as fleet.json says."""
     failure: str = ""
     """The error that ended the run, in words."""
     learner_row: LearnerRowView | None = None
@@ -151,6 +153,7 @@ class FactsReader(Closable):
             recent=self._recent,
             disk_free_bytes=free_bytes(self._run_dir) if self._run_dir is not None else told_free,
             redis_away_unix_s=fleet.redis_away_unix_s if fleet is not None else None,
+            waits_for=fleet.waits_for if fleet is not None else "",
             failure=_failure(self._run_dir) if self._run_dir is not None and _has_ended(fleet, supervisor) else "",
             learner_row=self._learner_row,
         )

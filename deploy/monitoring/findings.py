@@ -102,7 +102,10 @@ def _observations(facts: Facts) -> Iterator[Observation]:
         yield from (one for one in stuck.values() if one.finding.kind == "process_stopped")
         return
     yield from process_checks.between_lives(facts)
-    if facts.redis_error and "redis" not in stuck:
+    if facts.waits_for:
+        lease = observe(facts, "redis_away", "Redis", f"{_WAITING}{facts.waits_for}")
+        yield Observation(lease.finding, is_wrong=False)  # the start ends by itself
+    elif facts.redis_error and "redis" not in stuck:
         yield _redis_away(facts)
     yield from stuck.values()
     if state == "starting":

@@ -22,13 +22,15 @@ from headrace.deploy.fleet import fleet as fleet_module
 from headrace.deploy.fleet import watchdog
 from headrace.deploy.fleet.fleet import Fleet
 from headrace.deploy.fleet.snapshot_poller import SnapshotPoller
+from headrace.deploy.monitoring.process_reporter import FleetLease
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.process.supervisor import ProcessSpec, Role, ServiceState
+from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.redis_server import check_url
 from headrace.deploy.run.run_dir import RunDir
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.redis_keys import INCARNATIONS, key_name
-from headrace.schemas.errors import ExitCode, HeadraceError, RedisUnavailableError
+from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, RedisUnavailableError
 from headrace.schemas.settings.config_loading import build_config
 from support.fleets.running_fleet import RunningFleet, redis_in
 from support.waiting import PATIENCE, TIMEOUT_S
@@ -292,6 +294,26 @@ def test_a_fleet_starts_no_broker_before_redis_has_told_what_it_knows(
                 fleet.start()
             assert not fleet.supervisor.services
     assert not any(began)
+
+
+def test_a_start_that_waits_for_the_lease_of_another_fleet_notes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    with fleet_of_a_broker(tmp_path) as (fleet, _):
+        assert FleetLease(fleet.config.redis.url, fleet.fleet_id, "another host").take()
+
+        def wait(done: Callable[[], bool], deadline_s: float, what: str) -> None:
+            seen.append(read_fleet_file(fleet.run_dir.fleet_json).waits_for)
+            fleet.loop.wait(done, 0.2, lambda: what)
+
+        monkeypatch.setattr(fleet, "wait", wait)
+        with pytest.raises(ConfigError, match="another host"):
+            fleet.start()
+        assert read_fleet_file(fleet.run_dir.fleet_json).waits_for == ""
+    assert [whom.partition(" (")[0] for whom in seen] == [
+        "another `headrace up` of this fleet to give up its lease in Redis"
+    ]
 
 
 def turn(fleet: Fleet, done: Callable[[], bool], what: str) -> None:

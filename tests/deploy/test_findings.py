@@ -461,6 +461,13 @@ def test_a_run_directory_tells_since_when_redis_is_away() -> None:
     assert [one.since_unix_s for one in find(away) if one.kind == "redis_away"] == [NOW - 70.0]
 
 
+def test_a_start_that_waits_for_the_lease_of_another_fleet_says_so() -> None:
+    starting = replace(having("supervisor", state="starting"), snapshot=EMPTY, redis_error="the fleet has started none")
+    waits = replace(starting, waits_for="another `headrace up` to give up its lease")
+    assert find(waits) == []
+    assert verdict(waits, []) == "Starting: waiting for another `headrace up` to give up its lease."
+
+
 def test_a_run_that_an_error_ended_says_so_and_names_a_disk_that_is_still_full() -> None:
     ended = replace(having("supervisor", state="stopped"), failure="the disk of /runs/a is full.", disk_free_bytes=9)
     assert verdict(ended, find(ended)).startswith("Ended with an error: the disk of /runs/a is full. 9,000 env steps.")
