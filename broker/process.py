@@ -21,6 +21,7 @@ from headrace.broker.batches.source import Peer
 from headrace.broker.files.books_file import BooksFile
 from headrace.broker.files.lifetime_file import LifetimeFile
 from headrace.broker.files.rendezvous_file import RendezvousFile
+from headrace.broker.files.report_file import ReportFile
 from headrace.broker.files.state_file import read_broker_file
 from headrace.broker.files.state_writer import StateWriter
 from headrace.broker.ports.keyed_peers import KeyedPeers
@@ -156,7 +157,8 @@ def open_broker(
             "version": headrace_version(),
             "settings": orjson.dumps({key: config.value_of(key) for key in TOLD_SETTINGS}).decode(),
         }
-        reporter = RedisReporter(redis_url, fleet_id, books, live_s, config.redis.bytes_per_hour // 2, about, lifetime)
+        weights_per_hour, told = config.redis.bytes_per_hour // 2, ReportFile(run_dir, fleet_id, live_s)
+        reporter = RedisReporter(redis_url, fleet_id, books, live_s, weights_per_hour, about, lifetime, told)
     metrics, goal = FleetMetrics(broker.core), (config.fleet.until_return, max_env_steps)
     reports = FleetReports(metrics, *earlier, reporter, broker.keep_weights, config.broker.report_interval_s, goal)
     tasks = TaskBoard(broker.core, run_dir / "tasks.json", reports)

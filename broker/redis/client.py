@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit, urlunsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.connection import AbstractConnection
+from redis.credentials import CredentialProvider
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -28,7 +29,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from headrace.schemas.errors import RedisUnavailableError
-from headrace.schemas.settings.redis_url import NOT_A_URL, without_password
+from headrace.schemas.settings.redis_url import NOT_A_URL, current_url, is_file, without_password
 
 TIMEOUT_S = 0.25
 START_IT = "start it, correct --redis-url, or leave it out"
@@ -58,13 +59,23 @@ _NO_CONNECTION = (redis.ConnectionError, redis.TimeoutError)
 def connect(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
     """Return a client that connects when first used. Each send and each answer may take `timeout_s` seconds.
 
-    Raises `RedisUnavailableError` for a URL that cannot be understood.
+    `url` may name a file (`read_redis_url`). Each new connection reads user and password from it again.
+
+    Raises `RedisUnavailableError` for a URL that cannot be understood, or a file that cannot be read.
     """
+    credentials: dict[str, Any] = {}
+    try:
+        named, url = url, current_url(url)
+    except ValueError as error:
+        raise RedisUnavailableError(without_password(url), str(error)) from None
     try:
         parts = urlsplit(url)
         if "@" in parts.path + parts.query + parts.fragment:
             raise ValueError("a password that is cut where it should be escaped")
         by_tls = parts.scheme == "rediss"
+        if is_file(named):
+            url = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+            credentials["credential_provider"] = _CredentialsInFile(named)
         client = redis.Redis.from_url(
             url,
             socket_timeout=timeout_s,
@@ -72,6 +83,7 @@ def connect(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
             retry=Retry(NoBackoff(), 0),
             protocol=2,
             **_SAYS_NO_NAME,
+            **credentials,
             **(_tls_options(parts.query) if by_tls else {}),
         )
         pool: Any = client.connection_pool
@@ -80,6 +92,21 @@ def connect(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
         # Their texts may have parts of the password, so they are not even kept as the cause.
         raise RedisUnavailableError(without_password(url), f"it is not a Redis URL, {NOT_A_URL}") from None
     return client
+
+
+@dataclass(frozen=True, slots=True)
+class _CredentialsInFile(CredentialProvider):
+    """User and password as they stand in a file when the library asks for them, at each connection."""
+
+    named: str
+
+    def get_credentials(self) -> Any:
+        try:
+            parts = urlsplit(current_url(self.named))
+        except ValueError as error:
+            raise redis.ConnectionError(str(error)) from None
+        password = unquote(parts.password or "")
+        return (unquote(parts.username), password) if parts.username else (password,) if password else ()
 
 
 def _tls_options(query: str) -> dict[str, Any]:
@@ -107,7 +134,7 @@ def unusable(url: str, error: BaseException, timeout_s: float, advice: str = STA
         advice = MAKE_USERS
     elif isinstance(error, _NO_CONNECTION) and not isinstance(error, AuthenticationError | BusyLoadingError):
         cause = error.__context__
-        if url.startswith("rediss:") and not isinstance(cause, ConnectionRefusedError):
+        if without_password(url).startswith("rediss:") and not isinstance(cause, ConnectionRefusedError):
             advice = CHECK_TLS
             if isinstance(cause, TimeoutError):
                 error = cause  # the library's text does not say whether the connection or the handshake took too long

@@ -31,6 +31,17 @@ class ReceivedRow:
         return (self.row.epoch, self.row.number)
 
 
+def fields_of(received: ReceivedRow) -> dict[Any, Any]:
+    """Return the fields of a row's entry in the stream."""
+    row = received.row
+    return {
+        "weights_seq": str(row.weights_seq),
+        "unix_s": f"{received.unix_s:.3f}",
+        "env_steps": str(received.env_steps),
+        "values": orjson.dumps(row.values).decode(),
+    }
+
+
 def append_rows(client: redis.Redis, fleet_id: str, rows: Sequence[ReceivedRow]) -> None:
     """Append the rows that Redis lacks to its stream. May raise `REDIS_FAILURES` after appending some of them.
 
@@ -40,13 +51,7 @@ def append_rows(client: redis.Redis, fleet_id: str, rows: Sequence[ReceivedRow])
     with client.pipeline(transaction=False) as pipe:
         for received in rows:
             row = received.row
-            fields: dict[Any, Any] = {
-                "weights_seq": str(row.weights_seq),
-                "unix_s": f"{received.unix_s:.3f}",
-                "env_steps": str(received.env_steps),
-                "values": orjson.dumps(row.values),
-            }
-            pipe.xadd(key, fields, id=f"{row.epoch}-{row.number}", maxlen=MOST_ROWS, approximate=True)
+            pipe.xadd(key, fields_of(received), id=f"{row.epoch}-{row.number}", maxlen=MOST_ROWS, approximate=True)
         answers = pipe.execute(raise_on_error=False)
     for answer in answers:
         if isinstance(answer, Exception) and "equal or smaller" not in str(answer):

@@ -198,6 +198,21 @@ class Mirror:
         for own in self._groups.values():
             own.forget_confirmed()
 
+    def whole(self) -> Part:
+        """Return all that Redis should hold, as one part. Rows of ended lives that books.json lacks are left out."""
+        rows = [row for life, row in self._rows.values.items() if life not in self._unwritten]
+        smaller: dict[str, Any] = {kind: fields.values for kind, fields in self._smaller.items()}
+        books = {name: own.whole() for name, own in self._groups.items()}
+        report = replace(
+            self._newest,
+            rows=rows,
+            counters=self._counters.values,
+            folded=self._folded.values,
+            groups=_books_of(books, self._newest.groups),
+            **smaller,
+        )
+        return Part(report)
+
     def next_part(self, most: int = MOST_ROWS_A_PART) -> Part | None:
         """Return the next part to send; None when Redis lacks nothing. The first part of a report has its gauges."""
         most //= 1 + len(self._groups)

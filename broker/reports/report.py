@@ -6,6 +6,7 @@ import logging
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ _APART = (keys.WEIGHTS_CURRENT, keys.LEARNER_ROWS)
 _OF_BROKER = (key for key in keys.TABLE if key.writer == "broker" and "{" not in key.name)
 _WRITTEN = tuple(key for key in _OF_BROKER if key not in _APART)
 """In the order in which the script names them."""
+_AS_IN_BODY = ("gauges", "workers", "lease", "groups", "metrics", "policies", "task_figures")
+"""Keys whose fields `_as_json` has as Redis holds them."""
 _RINGS = [[seconds * 1000, most] for _, seconds, most in keys.RINGS]
 
 
@@ -141,17 +144,9 @@ class MergeScript:
         self._number += 1
         now = self._clock()
         written = f"{self._source}/{self._number}"
-        ended = part.report.ended_unix_s
         body = {
             **_as_json(part),
-            "fleet": {
-                **self._fleet,
-                "reported_unix_s": f"{now:.3f}",
-                "written": written,
-                "refused": orjson.dumps(part.report.refused).decode(),
-                "joins_blocked": part.report.joins_blocked,
-                **({} if ended is None else {"ended_unix_s": f"{ended:.3f}"}),
-            },
+            "fleet": {**self._fields_of_fleet(part.report, now), "written": written},
             "after": self._newest if after_last else "",
             "live_ms": self._live_ms,
             "unix_ms": round(1000 * now),
@@ -166,6 +161,35 @@ class MergeScript:
             return None
         self._newest = written
         return {name.decode() for name in answer}
+
+    def _fields_of_fleet(self, report: Report, now: float) -> dict[str, str]:
+        ended = {} if report.ended_unix_s is None else {"ended_unix_s": f"{report.ended_unix_s:.3f}"}
+        refused = orjson.dumps(report.refused).decode()
+        told = {"reported_unix_s": f"{now:.3f}", "refused": refused, "joins_blocked": report.joins_blocked}
+        return self._fleet | told | ended
+
+    def hashes_of(self, part: Part, unix_s: float) -> dict[str, dict[str, str]]:
+        """Return the hashes, by the names of their keys, that an empty Redis would hold of a part, told at a time."""
+        body = _as_json(part)
+        own: dict[str, dict[str, int]] = body["row_counters"]
+        of_lives = [(life, own.get(life, {}) | body["counters"].get(life, {})) for life in own | body["counters"]]
+        of_lives += [(f"{slot}/0", lives["counters"]) for slot, lives in body["folded"].items()]
+        totals: Counter[str] = Counter()
+        for _, counters in of_lives:
+            totals.update(counters)
+        rows, lives = body["rows"], {slot: lives["text"] for slot, lives in body["folded"].items()}
+        hashes = {
+            "fleet": self._fields_of_fleet(part.report, unix_s),
+            "ledger": {name: text for name, text in rows.items() if name.count("/") == 1},
+            "group_ledger": {name: text for name, text in rows.items() if name.count("/") > 1},
+            "folded": {name: text for name, text in lives.items() if "/" not in name},
+            "group_folded": {name: text for name, text in lives.items() if "/" in name},
+            "totals": {name: str(count) for name, count in totals.items() if count},
+            "sources": {f"{life}/{name}": str(n) for life, counters in of_lives for name, n in counters.items() if n},
+            "incarnations": {slot: str(number) for slot, number in body["incarnations"].items()},
+            "errors": body["env_errors"],
+        }
+        return hashes | {name: body.get(name, {}) for name in _AS_IN_BODY}
 
 
 def _as_json(part: Part) -> dict[str, Any]:

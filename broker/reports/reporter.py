@@ -7,7 +7,8 @@
 
 A report says what changed. The thread keeps the full cumulative state, and sends what this Redis has not confirmed, in
 parts. After a failure, and where Redis has lost or got something meanwhile, it sends everything. All values are
-cumulative, so a repeated part adds nothing. Sampling and delivery never depend on any of this.
+cumulative, so a repeated part adds nothing. Sampling and delivery never depend on any of this. While Redis is away the
+same state stands in the run directory (`report_file.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from redis.exceptions import RedisError
 
 from headrace.broker.files.books_file import BooksFile
 from headrace.broker.files.lifetime_file import LifetimeFile
+from headrace.broker.files.report_file import RedisAway, ReportFile
 from headrace.broker.redis.blob import LARGEST_WEIGHTS, ByteBudget, StoredBlob, weights_in
 from headrace.broker.redis.client import ODD_ANSWERS, REDIS_FAILURES, RedisReader, connect, in_words
 from headrace.broker.redis.parser import SourceKey
@@ -70,6 +72,7 @@ class RedisReporter:
         weights_per_hour: int = REDIS_BYTES_PER_HOUR // 2,
         about: Mapping[str, str] | None = None,
         lifetime_file: LifetimeFile | None = None,
+        report_file: ReportFile | None = None,
     ) -> None:
         self._url = without_password(url)
         self._client = connect(url)
@@ -78,7 +81,11 @@ class RedisReporter:
         self._mirror = Mirror()
         self._books_file = books_file
         self._lifetime_file = lifetime_file
-        self._file_failed = self._lifetime_failed = False
+        self._report_file = report_file
+        self._file_failed = self._lifetime_failed = self._report_failed = False
+        self._taken_unix_s: float | None = None
+        """When the newest report came that is in the mirror; None before the first."""
+        self._away_reason = ""
         self._shelf = weights_in(self._client, fleet_id)
         self._budget = ByteBudget(weights_per_hour)
         self._news = threading.Condition()
@@ -200,12 +207,15 @@ class RedisReporter:
 
     def _run(self) -> None:
         while self._wait_for_work():
-            try:
-                self._visit()
-            except REDIS_FAILURES as error:
-                self._note_absence(error)
-            else:
-                self._note_presence()
+            self._take_offered()
+            if time.monotonic() >= self._not_before:
+                try:
+                    self._visit()
+                except REDIS_FAILURES as error:
+                    self._note_absence(error)
+                else:
+                    self._note_presence()
+            self._write_report()
         self._client.close()
 
     def _wait_for_work(self) -> bool:
@@ -224,11 +234,25 @@ class RedisReporter:
     def _next_due(self) -> float:
         closing = not math.isinf(self._closing_at)
         due = math.inf
-        if self._offered or self._is_behind or self._rows or not (self._saved_read or closing):
+        if self._offered:
+            due = 0.0  # files get it at once, also between two attempts to reach Redis
+        elif self._is_behind or self._rows or not (self._saved_read or closing):
             due = self._not_before
         if self._weights is not None:
             due = min(due, self._not_before if closing else max(self._not_before, self._weights_not_before))
         return due
+
+    def _take_offered(self) -> None:
+        """Take the reports of the mailbox into the mirror, and what the loss of Redis must not cost into files."""
+        with self._news:
+            offered, self._offered = self._offered, []
+            self._is_behind = self._is_behind or bool(offered)
+            closing = not math.isinf(self._closing_at)
+        for report in offered:
+            self._taken_unix_s = time.time()
+            self._mirror.take(report)
+        self._write_ended()
+        self._write_lifetime(last=closing)
 
     def _visit(self) -> None:
         """Send everything that is due.
@@ -237,15 +261,9 @@ class RedisReporter:
         """
         with self._news:
             saved_read, events = self._saved_read, list(self._events)
-            offered, self._offered = self._offered, []
-            self._is_behind = self._is_behind or bool(offered)
             closing, now = not math.isinf(self._closing_at), time.monotonic()
             weights = self._weights if closing or now >= self._weights_not_before else None
             failures, rows = self._failures, list(self._rows)
-        for report in offered:
-            self._mirror.take(report)
-        self._write_ended()
-        self._write_lifetime(last=closing)
         if not saved_read:
             saved = read_saved_state(self._client, self._fleet_id)
             if math.isinf(self._budget.due):
@@ -322,6 +340,26 @@ class RedisReporter:
         else:
             self._lifetime_failed = self._lifetime_failed and not written
 
+    def _write_report(self) -> None:
+        """Write what Redis should hold to the file while Redis is away, and remove the file when it is back."""
+        if self._report_file is None:
+            return
+        with self._news:
+            away_since, rows = self._away_since, list(self._rows)
+        try:
+            if away_since is None:
+                self._report_file.remove()
+            elif self._taken_unix_s is not None:
+                away = RedisAway(time.time() - (time.monotonic() - away_since), self._away_reason)
+                hashes = self._merge.hashes_of(self._mirror.whole(), self._taken_unix_s)
+                self._report_file.write(away, self._taken_unix_s, hashes, rows)
+        except OSError as error:
+            if not self._report_failed:
+                log.warning("report.json cannot be written (%s): the fleet's numbers stand still meanwhile", error)
+            self._report_failed = True
+        else:
+            self._report_failed = False
+
     def _find_folded_rows(self) -> None:
         """Find rows in Redis whose lives are folded, and counters there: it may have lost the newest writes."""
         ledger, sources = (keys.key_name(self._fleet_id, key) for key in (keys.LEDGER, keys.SOURCES))
@@ -357,6 +395,7 @@ class RedisReporter:
     def _note_absence(self, error: BaseException) -> None:
         with self._news:
             self._failures += 1
+            self._away_reason = in_words(error)
             first = self._away_since is None
             now = time.monotonic()
             self._away_since = now if self._away_since is None else self._away_since

@@ -14,6 +14,7 @@ import orjson
 from headrace.broker.batches.limits import RECONCILE_WAIT_S, BrokerState
 from headrace.broker.files.books_file import BooksFile, EndedLives
 from headrace.broker.files.rendezvous_file import note_stopped
+from headrace.broker.files.report_file import file_path as report_file
 from headrace.broker.files.state_file import BrokerFile, Endpoints, read_broker_file, write_broker_file
 from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, StartingPoint, choose_checkpoint
 from headrace.deploy.fleet.fleet_record import FleetRecord
@@ -59,7 +60,7 @@ from headrace.schemas.credentials.keys import client_keys
 from headrace.schemas.errors import ExitCode, RedisUnavailableError, RunDirError, UnreachableError
 from headrace.schemas.messages.shared_weights import remove_unused_weights
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
-from headrace.schemas.peers.socket_folder import remove_socket_folder
+from headrace.schemas.peers.socket_folder import remake_socket_folder, remove_socket_folder
 from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig, is_loopback
 from headrace.schemas.settings.redis_url import without_password
 
@@ -176,12 +177,12 @@ class Fleet:
 
     @property
     def snapshot(self) -> Snapshot:
-        """Return the newest numbers from Redis. They are empty, and without the fleet's name, when none were read."""
+        """Return the newest numbers, from Redis or the broker. They are empty, and nameless, when none were read."""
         return (self._poller.snapshot if self._poller else None) or Snapshot()
 
     @property
     def redis_age_s(self) -> float:
-        """Return the seconds since Redis last answered."""
+        """Return the seconds since Redis last answered, or took what the broker reports."""
         return self._poller.age_s if self._poller else 0.0
 
     def take_learner_rows(self) -> list[LearnerRowView]:
@@ -302,13 +303,19 @@ class Fleet:
                 raise self._redis_does_not_start(redis.last_words)
             if self.supervisor.failure is not None or self.stop_asked:
                 return
-            wait_ready(url, 0.0)
+            try:
+                wait_ready(url, 0.0)
+            except RedisUnavailableError as error:
+                raise self._own_redis_is_silent(error) from error
             if redis.child is not None and (told := told_of_cut(redis.child.log_lines(_REDIS_LINES))):
                 log.warning("%s", told)
         self._lease = FleetLease(url, self.fleet_id, holder)
         if not self._lease.take():
             log.warning("%s; waiting for the end of its lease, in case it was killed", self._lease.refusal)
+            whom = f"another `headrace up` of this fleet to give up its lease in Redis ({LEASE_DEADLINE_S:g} s at most)"
+            self.record.note(waits_for=whom)
             self.wait(self._lease.take, LEASE_DEADLINE_S, "the end of the other fleet's lease")
+            self.record.note(waits_for="")
             if self.stop_asked or self.supervisor.failure is not None:
                 return
             if self._lease.refusal is not None:
@@ -318,7 +325,8 @@ class Fleet:
         self.config = with_client_ports(with_env_ports(self.config.model_copy(update={"redis": section})))
         write_sealed(self.run_dir.config_json, orjson.dumps(self.config.model_dump(mode="json")))
         self.record.note(redis_url=url)
-        self._poller = SnapshotPoller(url, self.fleet_id)
+        report_file(self.run_dir.path).unlink(missing_ok=True)  # of an earlier run, whose books other files have
+        self._poller = SnapshotPoller(url, self.fleet_id, self.run_dir.path)
         self._await_books(self._poller, url)
         if self.stop_asked or self.supervisor.failure is not None:
             return
@@ -392,6 +400,11 @@ class Fleet:
         if not endpoints or is_loopback(bound):
             return endpoints
         return advertised(endpoints, host_to_advertise(bound, self.config.worker.advertise, "worker.advertise"))
+
+    def _own_redis_is_silent(self, error: RedisUnavailableError) -> RedisUnavailableError:
+        reason = f"the fleet's own server has not answered for {REDIS_DEADLINE_S:g} s: {error.reason}"
+        advice = f"see that this machine's loopback device is up (ip link set lo up), and {self.run_dir.logs}/redis.log"
+        return RedisUnavailableError(error.endpoint, reason, REDIS_DEADLINE_S, advice)
 
     def _redis_does_not_start(self, last_words: str) -> FleetError:
         folder, own_log = self.run_dir.path / "redis", self.run_dir.logs / "redis.log"
@@ -498,6 +511,7 @@ class Fleet:
             children = [(s.spec.slot, child) for s in services for child in (s.child, *s.zombies)]
             own = {(slot, child.incarnation) for slot, child in children if slot is not None and child is not None}
             try:
+                self._look_at_sockets()
                 self._obituary_sender.send_ended(own)
             except (OSError, RunDirError) as error:  # a drain goes on
                 self.supervisor.fail(error)
@@ -506,13 +520,23 @@ class Fleet:
             self._delete_stored_recorders()
             self._follow_scale()
 
+    def _look_at_sockets(self) -> None:
+        """Make a removed folder of sockets again, and replace those who served there: new peers find them by paths."""
+        folder = remake_socket_folder(self.run_dir.path, self.endpoints["worker"])
+        if folder is not None and self.record.content.state == "running":
+            serving = self.config.serving.enabled
+            for service in (self.supervisor.services["broker"], *self._workers().values()):
+                if service.spec.role is Role.BROKER or service.spec.has_port or serving:
+                    self.supervisor.replace(service, f"has lost its socket: {folder} was removed")
+
     def _delete_stored_recorders(self) -> None:
-        if self._obituary_sender is not None:
-            self._obituary_sender.delete_stored(self.snapshot.rows, self.snapshot.folded)
+        seen = self.snapshot
+        if self._obituary_sender is not None and seen.away is None:  # Redis has these rows
+            self._obituary_sender.delete_stored(seen.rows, seen.folded)
 
     def _workers_have_left(self) -> bool:
-        """Return whether all workers' lives are closed in the books, or no broker or Redis reports them any more."""
-        nobody_tells = self.supervisor.gone(Role.BROKER) or self.redis_age_s > STALE_S
+        """Return whether all workers' lives are closed in the books, or nobody reports them any more."""
+        nobody_tells = self.supervisor.gone(Role.BROKER) or (self.redis_age_s > STALE_S and self.snapshot.away is None)
         return nobody_tells or all(row.closed for row in self.snapshot.rows.values())
 
     def _await_commits(self) -> None:

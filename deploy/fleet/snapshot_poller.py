@@ -1,4 +1,4 @@
-"""Poller of the fleet's numbers in Redis, in a thread of its own: a Redis that hangs must not delay a restart."""
+"""Poller of the fleet's numbers, in a thread of its own: a Redis that hangs must not delay a restart."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 from headrace.deploy.monitoring.facts import Entry, RecentHistory
 from headrace.deploy.run.redis_view import FleetView, LearnerRowView, Snapshot
@@ -18,20 +19,20 @@ MOST_ROWS = 10_000
 
 
 class SnapshotPoller:
-    """Polls Redis until closed. `snapshot` is the newest result, `age_s` how long ago it was read.
+    """Polls the numbers until closed. `snapshot` is the newest result, `age_s` how long ago Redis had the newest ones.
 
     `recent` has the numbers of the newest two minutes.
 
     It also gathers the rows that learners log, for `take_learner_rows`.
     """
 
-    def __init__(self, url: str, fleet_id: str) -> None:
-        self._view = FleetView(url, fleet_id)
+    def __init__(self, url: str, fleet_id: str, run_dir: Path) -> None:
+        self._view = FleetView(url, fleet_id, run_dir)
         self._history = RecentHistory()
         self.snapshot: Snapshot | None = None
         self.recent: Sequence[Entry] = ()
         self.error = ""
-        """The reason for which Redis could not be read; "" if it was."""
+        """The reason for which Redis could not be read, or refuses the broker; "" if all is well."""
         self._learner_rows: deque[LearnerRowView] = deque(maxlen=MOST_ROWS)
         self._newest_row = (0, 0)
         self._read_at = time.monotonic()
@@ -42,22 +43,27 @@ class SnapshotPoller:
 
     @property
     def age_s(self) -> float:
-        """Return the seconds since Redis last answered."""
-        return time.monotonic() - self._read_at
+        """Return the seconds since Redis last answered, or took what the broker reports."""
+        away = self.snapshot.away if self.snapshot is not None else None
+        return time.monotonic() - self._read_at if away is None else max(0.0, time.time() - away.since_unix_s)
 
     def read(self) -> bool:
-        """Read now. Return False when Redis does not answer within its timeout.
+        """Read now. Return False when Redis does not answer within its timeout, or refuses the broker.
 
         Other threads call it only after `close`.
         """
         try:
             self.snapshot = self._view.read()
-            self.recent = self._history.read(self._view, self.snapshot.reported_unix_s)
+            if self.snapshot.away is None:
+                self.recent = self._history.read(self._view, self.snapshot.reported_unix_s)
             while rows := self._view.learner_rows(self._newest_row):
                 self._newest_row = rows[-1].identity
                 self._learner_rows.extend(rows)
         except RedisUnavailableError as failure:
             self.error = failure.reason
+            return False
+        if self.snapshot.away is not None:
+            self.error = self.snapshot.away.reason
             return False
         self.error = ""
         self._read_at = time.monotonic()

@@ -78,6 +78,8 @@ def find_bottleneck(facts: Facts, findings: Sequence[Finding]) -> Bottleneck | N
         return _slow_learner(learner, "and steps are dropped") if _drops(facts) else None
     if idle <= blocked / 3:
         return _slow_learner(learner, f"and the workers wait {_percent(blocked)} of theirs")
+    if any(one.whom == "learner" for one in findings):
+        return None  # it pauses: the shares of its time are older than the workers'
     if blocked <= idle / 3:
         return _slow_workers(facts, workers, idle)
     return _between(facts, idle, blocked) if min(idle, blocked) >= _WAITS else None
@@ -189,7 +191,7 @@ def _is_settled(facts: Facts, since_unix_s: Any) -> bool:
 def _goes_on(facts: Facts) -> bool:
     """Return whether the fleet runs and has taken steps in the last two minutes: a long update may hold it up."""
     supervisor = facts.processes.get(SUPERVISOR)
-    if facts.redis_error or (supervisor is not None and supervisor.state != "running"):
+    if facts.is_old or (supervisor is not None and supervisor.state != "running"):
         return False
     before = facts.recent[0][1].get("env_steps_total", 0) if facts.recent else 0
     return facts.snapshot.totals.get("env_steps_total", 0) > before

@@ -63,9 +63,11 @@ class RecentHistory:
 class Facts:
     """Everything known about a fleet at one moment.
 
-    - snapshot: the state in Redis, as last read; `redis_age_s` is how long ago that was.
+    - snapshot: the state in Redis, as last read, or in the broker's file while Redis is away. `redis_age_s`: since when
+      Redis lacks the newest.
     - processes: by name; empty if neither Redis nor a run directory lists them.
-    - redis_error: why Redis could not be read; "" if it was. `redis_back_s` is how long ago it answered again.
+    - redis_error: why Redis could not be read, or refuses the broker; "" if all is well. `redis_back_s` is how long ago
+      it answered again.
     - config, endpoints, run_dir: None or empty where the run directory is not on this machine.
     """
 
@@ -83,10 +85,17 @@ class Facts:
     disk_free_bytes: int | None = None
     redis_away_unix_s: float | None = None
     """Since when Redis has not answered the supervisor, as fleet.json says; None while it does."""
+    waits_for: str = ""
+    """Whom the start waits for, as fleet.json says."""
     failure: str = ""
     """The error that ended the run, in words."""
     learner_row: LearnerRowView | None = None
     """The newest row that a learner logged; None before the first."""
+
+    @property
+    def is_old(self) -> bool:
+        """Return whether the snapshot is an old one, since neither Redis nor the broker's file has given one now."""
+        return bool(self.redis_error) and self.snapshot.away is None
 
     def setting(self, key: str) -> Any:
         """Return the value of a setting: of the run directory, or as the broker told it; None if it is not known.
@@ -136,7 +145,7 @@ class FactsReader(Closable):
             snapshot=self._snapshot,
             processes=processes,
             redis_error=error,
-            redis_age_s=time.monotonic() - self._read_at if error else 0.0,
+            redis_age_s=self._redis_age_s() if error else 0.0,
             redis_back_s=max(0.0, time.monotonic() - self._back_at),
             config=read_config(self._run_dir) if self._run_dir is not None else None,
             endpoints=fleet.endpoints if fleet is not None else {},
@@ -144,9 +153,14 @@ class FactsReader(Closable):
             recent=self._recent,
             disk_free_bytes=free_bytes(self._run_dir) if self._run_dir is not None else told_free,
             redis_away_unix_s=fleet.redis_away_unix_s if fleet is not None else None,
+            waits_for=fleet.waits_for if fleet is not None else "",
             failure=_failure(self._run_dir) if self._run_dir is not None and _has_ended(fleet, supervisor) else "",
             learner_row=self._learner_row,
         )
+
+    def _redis_age_s(self) -> float:
+        away = self._snapshot.away
+        return time.monotonic() - self._read_at if away is None else max(0.0, time.time() - away.since_unix_s)
 
     def close(self) -> None:
         """Close the connection to Redis."""
@@ -171,10 +185,13 @@ class FactsReader(Closable):
             return NOT_STARTED
         try:
             if self.view is None:
-                self.view = FleetView(self._url, self._fleet_id)
+                self.view = FleetView(self._url, self._fleet_id, self._run_dir)
             self._snapshot = self.view.read()
+            self._learner_row = self.view.newest_learner_row() or self._learner_row
+            if (away := self._snapshot.away) is not None:
+                self._back_at = math.inf
+                return away.reason
             self._recent = self._history.read(self.view, self._snapshot.reported_unix_s)
-            self._learner_row = self.view.newest_learner_row()
         except RedisContractError:
             raise
         except RedisUnavailableError as error:

@@ -95,14 +95,17 @@ def _observations(facts: Facts) -> Iterator[Observation]:
     if state == GONE:
         return  # all other processes died with the supervisor
     yield from _of_disk(facts)
-    is_known = not facts.redis_error and facts.snapshot.reported_unix_s is not None
+    is_known = not facts.is_old and facts.snapshot.reported_unix_s is not None
     states = facts.snapshot.workers if is_known else {}
     stuck = process_checks.stuck(facts, states)
     if state == "draining":
         yield from (one for one in stuck.values() if one.finding.kind == "process_stopped")
         return
     yield from process_checks.between_lives(facts)
-    if facts.redis_error and "redis" not in stuck:
+    if facts.waits_for:
+        lease = observe(facts, "redis_away", "Redis", f"{_WAITING}{facts.waits_for}")
+        yield Observation(lease.finding, is_wrong=False)  # the start ends by itself
+    elif facts.redis_error and "redis" not in stuck:
         yield _redis_away(facts)
     yield from stuck.values()
     if state == "starting":
@@ -110,10 +113,10 @@ def _observations(facts: Facts) -> Iterator[Observation]:
     own = [process for process in facts.processes.values() if process.role == "worker"]
     if {"broker", "learner"} & stuck.keys() or (own and all(worker.name in stuck for worker in own)):
         return  # this causes the other waits, and the last reports may be old
-    if not facts.redis_error:
+    if not facts.is_old:
         yield from process_checks.joins_blocked(facts)
     yield from process_checks.not_ready(facts, states)
-    if facts.redis_error:
+    if facts.is_old:
         return
     if facts.processes or is_known:  # before that, nothing is known of the fleet
         yield from stream_checks.no_worker(facts)
@@ -159,11 +162,14 @@ def _told(facts: Facts) -> bool:
 
 
 def _moves(facts: Facts) -> bool:
-    return not facts.redis_error and facts.snapshot.gauges.get("env_steps_per_s", 0.0) > 0
+    return not facts.is_old and facts.snapshot.gauges.get("env_steps_per_s", 0.0) > 0
 
 
 def _redis_away(facts: Facts) -> Observation:
     where = "" if facts.config is None else f" at {without_password(facts.config.redis.url)}"
+    if facts.snapshot.away is not None:
+        sentence = f"Redis{where} takes no reports ({facts.redis_error}); the fleet goes on, and reports later"
+        return observe(facts, "redis_away", "Redis", sentence, facts.redis_age_s)
     if facts.snapshot.reported_unix_s is not None:
         sentence = f"waiting for Redis{where}, silent for {facts.redis_age_s:.0f} s ({facts.redis_error})"
         return observe(facts, "redis_away", "Redis", sentence, facts.redis_age_s)

@@ -102,7 +102,7 @@ def not_ready(facts: Facts, states: States) -> Iterator[Observation]:
         yield observe(facts, "worker_loading", whom, sentence, age_s)
     if building:
         yield _building(facts, building)
-    if facts.redis_error or not facts.snapshot.gauges:
+    if facts.is_old or not facts.snapshot.gauges:
         return
     for state in [s for s in workers if s.doing not in _PHASES and s.slot not in states and not _has_left(facts, s)]:
         sentence = f"waiting for {state.name} (pid {state.pid}) to join the broker"

@@ -234,7 +234,7 @@ def read_and_audit(run_dir: Path, named: tuple[str, str] | None = None) -> tuple
     Raises `RunDirError` without a fleet, and `RedisUnavailableError` when its Redis cannot be read.
     """
     url, fleet_id = find_books(run_dir, named)
-    with serving(run_dir, url), FleetView(url, fleet_id) as view:
+    with serving(run_dir, url), FleetView(url, fleet_id, run_dir) as view:
 
         def compare(evidence: Evidence) -> tuple[Snapshot, list[str], Snapshot]:
             now = view.read()

@@ -82,7 +82,12 @@ class ProgressView:
         if seen.joins_blocked:
             rows.append(("broker", f"no peer can join: {one_line(seen.joins_blocked)}"))
         if self.redis_age_s > STALE_S:
-            rows.append(("Redis", f"silent for {self.redis_age_s:.0f} s, numbers are old"))
+            how = (
+                "silent for {:.0f} s, numbers are old"
+                if self._is_old
+                else "away for {:.0f} s, numbers are the broker's"
+            )
+            rows.append(("Redis", how.format(self.redis_age_s)))
         if self.waiting:
             rows.append(("waiting for", self.waiting))
         if self.bottleneck:
@@ -102,6 +107,10 @@ class ProgressView:
     def _steps_per_s(self) -> float:
         return self.snapshot.gauges.get("env_steps_per_s", 0.0)
 
+    @property
+    def _is_old(self) -> bool:
+        return self.redis_age_s > STALE_S and self.snapshot.away is None
+
     def _way(self) -> str:
         said = f"{int(100 * self.share_done)} %"
         if self.goal.until_steps is None and self.goal.until_return is not None and self.numbers.best_return is None:
@@ -112,9 +121,9 @@ class ProgressView:
 
     def _left(self) -> str:
         """Return how long the run takes still, in words; "" where that is not known, as with a goal of a return."""
-        goal, is_old = self.goal, self.redis_age_s > STALE_S
+        goal = self.goal
         left_s = math.inf if goal.timeout_s is None else max(0.0, goal.timeout_s - self.seconds)
-        if goal.until_steps is not None and self._steps_per_s > 0 and not is_old:
+        if goal.until_steps is not None and self._steps_per_s > 0 and not self._is_old:
             missing = max(0, goal.until_steps - (self.numbers.steps - self.start.steps))
             steps_s = missing / self._steps_per_s
             if not missing:

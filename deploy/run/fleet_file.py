@@ -64,6 +64,8 @@ class FleetFile(BaseModel):
     redis_url: str = ""
     redis_away_unix_s: float | None = None
     """Since when Redis has not answered; None while it does."""
+    waits_for: str = ""
+    """Whom a start waits for before it can tell anything in Redis, in words."""
     env_steps: int = 0
     """Env steps of all runs in this directory, as its supervisor last noted; 0: none was taken."""
     best_return: float | None = None

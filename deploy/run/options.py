@@ -18,7 +18,7 @@ from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import known_keys, load_config, take_stream, values_of_environment
-from headrace.schemas.settings.redis_url import read_redis_url, without_password
+from headrace.schemas.settings.redis_url import is_file, read_redis_url, without_password
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 """Configurations that were tuned for one env each, and came with the package."""
@@ -144,7 +144,7 @@ def resolve_each(asked: Asked) -> list[FleetConfig]:
 
 
 def named_redis(text: str, key: str = "--redis-url") -> str:
-    """Return the URL of the Redis that an option names: the text itself, or that in a file. Raises `ConfigError`."""
+    """Return what `read_redis_url` makes of an option. Raises `ConfigError`."""
     try:
         return read_redis_url(text)
     except ValueError as error:
@@ -177,7 +177,7 @@ def as_toml(asked: Asked) -> str:
     for section, values in config.model_dump(mode="json").items():
         lines += ["", f"[{section}]"]
         for key, value in values.items():
-            if (section, key) == ("redis", "url") and value:
+            if (section, key) == ("redis", "url") and value and not is_file(value):
                 value = without_password(value)
             text = f"# {key} is not set" if value is None else f"{key} = {to_toml(value)}"
             lines.append(f"{text:<44}  # {origins.get(f'{section}.{key}', 'default')}")

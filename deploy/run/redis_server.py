@@ -120,7 +120,8 @@ def wait_ready(url: str, deadline_s: float = READY_S) -> None:
                 return
             except REDIS_FAILURES as error:
                 if time.monotonic() >= deadline:
-                    reason = f"it is not ready after {deadline_s:g} s ({in_words(error)})"
+                    after = f" after {deadline_s:g} s" if deadline_s else ""
+                    reason = f"it is not ready{after} ({in_words(error)})"
                     raise RedisUnavailableError(without_password(url), reason, deadline_s) from error
             time.sleep(_POLL_S)
 

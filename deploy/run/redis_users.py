@@ -16,6 +16,7 @@ from headrace.deploy.run.key_pairs import make_private_folder, writing_keys
 from headrace.deploy.run.options import named_redis
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, KeysError
+from headrace.schemas.settings.redis_url import current_url
 
 _ADDRESS = "127.0.0.1:6379"
 
@@ -56,7 +57,8 @@ def _make_user(folder: Path, fleet_id: str, user: str, *, force: bool) -> str:
     path, name = _file(folder, user), user_name(fleet_id, user)
     if force or not path.exists():
         replace_private(path, f"redis://{name}:{secrets.token_hex(32)}@{_ADDRESS}/0\n".encode())
-    found = re.match(rf"rediss?://{re.escape(name)}:([^@/]+)@", named_redis(str(path), str(path)))
+    url = current_url(named_redis(str(path), str(path)))
+    found = re.match(rf"rediss?://{re.escape(name)}:([^@/]+)@", url)
     if found is None:
         raise KeysError(str(path), f"it is not of {name}; name another --dir, or replace it by --force")
     return " ".join(("ACL", "SETUSER", name, *user_rules(fleet_id, user, unquote(found[1]))))

@@ -1,15 +1,18 @@
-"""The state of a fleet in Redis, read as of one moment. `up`, `top` and `audit` use it."""
+"""The state of a fleet as of one moment: in Redis, or in the run directory while Redis is away. All commands use it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 from redis.exceptions import NoPermissionError
 
+from headrace.broker.files.report_file import RedisAway, ToldByBroker, read_report_file
 from headrace.broker.redis.client import RedisReader, connect, naming_failures
 from headrace.broker.redis.parser import Hash, HashParser, SourceKey, finite
 from headrace.schemas.accounts import redis_keys as keys
@@ -23,7 +26,7 @@ from headrace.schemas.basics.closable import Closable
 from headrace.schemas.basics.headrace_version import MOST_VERSION
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.basics.process_usage import crowded_cores
-from headrace.schemas.errors import RedisContractError
+from headrace.schemas.errors import RedisContractError, RedisUnavailableError
 from headrace.schemas.settings.redis_url import without_password
 
 READ_TIMEOUT_S = 2.0
@@ -31,6 +34,8 @@ READ_TIMEOUT_S = 2.0
 _ROW_VALUES: TypeAdapter[dict[str, float]] = TypeAdapter(RowValues, config=ConfigDict(allow_inf_nan=False))
 
 _OF_BROKER_ALONE = (keys.RUNNER_STATE, keys.METRIC_SUMS)
+_WHILE_LIVE = ("gauges", "workers", "policies", "metrics")
+"""Keys that expire some seconds after the broker's last report."""
 _READ = tuple(key for key in keys.TABLE if "{" not in key.name and key.type == "hash" and key not in _OF_BROKER_ALONE)
 
 MOST_ROWS_AT_ONCE = 500
@@ -90,6 +95,8 @@ class Snapshot:
     ended_unix_s: float | None = None
     """The same of the last report of a broker that stopped in order; None while one runs, and where it died."""
     garbage: tuple[str, ...] = ()
+    away: RedisAway | None = None
+    """Since when Redis has been away, or has refused the broker, where these are the numbers in report.json."""
 
     @property
     def is_live(self) -> bool:
@@ -137,24 +144,40 @@ class EventView:
 
 
 class FleetView(Closable):
-    """Reads one fleet's keys. It may be kept and read again; one thread at a time."""
+    """Reads one fleet's numbers. It may be kept and read again; one thread at a time.
 
-    def __init__(self, url: str, fleet_id: str) -> None:
+    With `run_dir`, it takes them from the file that the broker keeps there while Redis is away, if that is newer.
+    """
+
+    def __init__(self, url: str, fleet_id: str, run_dir: Path | None = None) -> None:
         self._url = without_password(url)
         self._fleet_id = fleet_id
+        self._run_dir = run_dir
         self._reader = RedisReader(connect(url, READ_TIMEOUT_S))
+        self._told: ToldByBroker | None = None
+        """What the broker told at the last read, if that was newer than Redis."""
 
     def read(self, of: Collection[keys.Key] = _READ) -> Snapshot:
         """Read the fleet as it is now, or what it has in some of the keys. Waits some seconds at most.
 
-        Raises `RedisUnavailableError`, or `RedisContractError` of its kind.
+        Raises `RedisUnavailableError` if neither Redis nor the broker tells it, or `RedisContractError` of its kind.
         """
         raw: dict[str, Hash] = {key.name: {} for key in _READ}
-        with naming_failures(self._url, READ_TIMEOUT_S):
-            raw |= self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key) for key in of})
+        self._told = read_report_file(self._run_dir, self._fleet_id) if self._run_dir is not None else None
+        try:
+            with naming_failures(self._url, READ_TIMEOUT_S):
+                raw |= self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key) for key in of})
+        except RedisUnavailableError:
+            if self._told is None:
+                raise
         if seen := keys.other_contract(raw["fleet"].get(b"contract_version")):
             raise RedisContractError(self._url, self._fleet_id, seen, keys.CONTRACT_VERSION)
         values = HashParser()
+        if self._told is not None:
+            if (values.moment("fleet", raw["fleet"].get(b"reported_unix_s")) or 0.0) < self._told.reported_unix_s:
+                raw |= _hashes(self._told)
+            else:
+                self._told = None  # of a broker that died meanwhile
         rows, folded = values.rows(raw["ledger"]), values.folded(raw["folded"])
         lease = values.lease(raw["lease"])
         groups = values.groups(*(raw[key.name] for key in keys.OF_GROUPS))
@@ -189,13 +212,17 @@ class FleetView(Closable):
             reported_unix_s=values.moment("fleet", raw["fleet"].get(b"reported_unix_s")),
             ended_unix_s=values.moment("fleet", raw["fleet"].get(b"ended_unix_s")),
             garbage=tuple(values.garbage),
+            away=self._told.away if self._told is not None else None,
         )
 
     def learner_rows(self, after: tuple[int, int] = (0, 0)) -> list[LearnerRowView]:
         """Return the rows of learners after (epoch, number), the oldest first, 500 at most.
 
-        A row that cannot be read has no values. Waits some seconds at most. Raises `RedisUnavailableError`.
+        A row that cannot be read has no values. Waits some seconds at most. Raises `RedisUnavailableError`. While Redis
+        is away, these are the rows that it lacks.
         """
+        if self._told is not None:
+            return [row for row in _rows_of(self._told) if row.identity > after]
         entries = self._entries(keys.LEARNER_ROWS, "{}-{}".format(*after), MOST_ROWS_AT_ONCE)
         return [_learner_row(*entry) for entry in entries]
 
@@ -205,6 +232,8 @@ class FleetView(Closable):
 
     def newest_learner_row(self) -> LearnerRowView | None:
         """Return the newest row of learners; None without one. Waits and raises like `learner_rows`."""
+        if self._told is not None:
+            return next(reversed(_rows_of(self._told)), None)
         key = keys.key_name(self._fleet_id, keys.LEARNER_ROWS)
         with naming_failures(self._url, READ_TIMEOUT_S):
             entry = self._reader.newest_entry(key)
@@ -267,6 +296,22 @@ def told_versions(seen: Snapshot) -> dict[str, str]:
         if versions := state.get("env_hosts", {}).get("versions", []):
             told[f"env hosts of worker-{slot}"] = ", ".join(versions) if all(versions) else ""
     return {name: one_line(str(version))[:MOST_VERSION] for name, version in told.items()}
+
+
+def _hashes(told: ToldByBroker) -> dict[str, Hash]:
+    """Return the hashes that the broker told, as Redis would have them now."""
+    gone = _WHILE_LIVE if time.time() > told.expires_unix_s else ()
+    return {
+        key: {} if key in gone else {name.encode(): value.encode() for name, value in fields.items()}
+        for key, fields in told.hashes.items()
+    }
+
+
+def _rows_of(told: ToldByBroker) -> list[LearnerRowView]:
+    return [
+        _learner_row(identity.encode(), {name.encode(): value.encode() for name, value in fields.items()})
+        for identity, fields in told.rows
+    ]
 
 
 def _text(value: bytes | None) -> str:

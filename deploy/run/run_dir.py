@@ -8,6 +8,7 @@ DIR/broker.json      the broker's own: its endpoints, and its state for a restar
 DIR/books.json       the books of ended lives of workers, for an empty Redis (`books_file.py`)
 DIR/lifetime.json    counters of runners, logged sums and env failures, for an empty Redis too; a sum of ended lives, by
                      which the audit sees that the books were lost (`lifetime_file.py`)
+DIR/report.json      what Redis should hold, while it is away (`report_file.py`)
 DIR/tasks.json       the newest tasks that a teacher published, for a restart of the broker
 DIR/ipc/             the Unix sockets of broker and workers, if they have any (`schemas/peers/socket_folder.py`); 0700
 DIR/keys/            the keys that `headrace up --listen` makes (`schemas/credentials/keys.py`); 0700

@@ -36,7 +36,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.frames.wire import decode
 from headrace.schemas.messages.weights import read_weights, split_modules
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.redis_url import without_password
+from headrace.schemas.settings.redis_url import current_url, without_password
 
 if TYPE_CHECKING:  # torch takes a second or two
     from headrace.workers.trained.trained_policy import TrainedPolicy
@@ -184,7 +184,7 @@ def find_policy(where: str, fleet_id: str, which: Which = "newest") -> SavedPoli
 
 def _address(where: str) -> str:
     """Return the Redis URL in the file `where` if its name ends in ".url"; else `where`. Raises `ConfigError`."""
-    return named_redis(where, where) if where.endswith(".url") else where
+    return current_url(named_redis(where, where)) if where.endswith(".url") else where
 
 
 def _config_beside(where: str) -> Path | None:

@@ -65,6 +65,24 @@ def make_socket_folder(run_dir: Path) -> Path:
     return folder
 
 
+def remake_socket_folder(run_dir: Path, endpoint: str) -> Path | None:
+    """Make the folder of a run's socket again, where it was removed. Return it; None where nothing is missing.
+
+    Raises `RunDirError` where it cannot be made, as after another user made it.
+    """
+    folder, link = Path(endpoint.removeprefix(SCHEME)).parent, run_dir.absolute() / "ipc"
+    if not is_socket(endpoint) or os.path.lexists(folder):
+        return None
+    try:
+        folder.mkdir(mode=0o700)
+        if not os.path.lexists(link):
+            link.symlink_to(folder)
+    except OSError as error:
+        reason = f"it was removed, and cannot be made again ({error.strerror}); start the fleet again"
+        raise socket_folder_error(str(folder), reason) from error
+    return folder
+
+
 def new_socket_folder() -> Path:
     """Make a folder for the sockets of a server without a run directory. Raises `OSError`."""
     return Path(tempfile.mkdtemp(prefix="headrace-ipc-", dir="/tmp"))

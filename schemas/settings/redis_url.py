@@ -14,18 +14,38 @@ NOT_A_URL = (
     "redis://[user:password@]HOST:PORT/DB, or rediss:// for TLS; in a password write / as %2F, # as %23, ? as %3F, "
     "@ as %40; TLS may have ?ssl_ca_certs=FILE&ssl_certfile=FILE&ssl_keyfile=FILE"
 )
+_FILE = "file:"
 _LARGEST_FILE = 4096
 _SHOWN_PARAMETERS = ("db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 
 
 def read_redis_url(text: str) -> str:
-    """Return `text` if it is a URL, else the URL in the file at the path `text`; "" for "".
+    """Return `text` if it is a URL, else "file:" and the absolute path of the file at the path `text`; "" for "".
 
-    Files that the URL names get absolute paths. Raises `ValueError` with a sentence that has no password.
+    The content of the file is checked and not kept: its password may be replaced while a fleet runs. Files that the URL
+    names get absolute paths. Raises `ValueError` with a sentence that has no password.
     """
-    if not text or "://" in text:
+    if not text or "://" in text or text.startswith(_FILE):
         return _with_absolute_files(text)
-    return _with_absolute_files(_read(Path(text).expanduser()))
+    path = Path(text).expanduser()
+    _read(path)
+    return f"{_FILE}{path.absolute()}"
+
+
+def is_file(kept: str) -> bool:
+    """Return whether what `read_redis_url` returned names a file."""
+    return kept.startswith(_FILE)
+
+
+def current_url(kept: str) -> str:
+    """Return the URL of what `read_redis_url` returned: of a file, the one that it has now.
+
+    Paths in a file are relative to its folder. Raises `ValueError` like it.
+    """
+    if not is_file(kept):
+        return kept
+    path = Path(kept.removeprefix(_FILE))
+    return _with_absolute_files(_read(path), path.parent)
 
 
 def _read(path: Path) -> str:
@@ -46,7 +66,7 @@ def _read(path: Path) -> str:
     return text
 
 
-def _with_absolute_files(url: str) -> str:
+def _with_absolute_files(url: str, folder: Path | None = None) -> str:
     """Make the paths in the URL absolute, so that they are the same for every process of the fleet."""
     if not url.startswith("rediss://"):
         return url
@@ -58,7 +78,7 @@ def _with_absolute_files(url: str) -> str:
     if "@" in parts.path + parts.query + parts.fragment or not any(name in TLS_FILES for name, _ in options):
         return url
     absolute = [
-        (name, str(Path(value).expanduser().absolute()) if name in TLS_FILES and value else value)
+        (name, str((folder or Path.cwd()) / Path(value).expanduser()) if name in TLS_FILES and value else value)
         for name, value in options
     ]
     return urlunsplit(parts._replace(query=urlencode(absolute, quote_via=quote, safe="/")))
@@ -68,8 +88,13 @@ def without_password(url: str) -> str:
     """Replace the password in a URL by `***`, for logs and errors.
 
     A password may have "/", "#" or "?" that should have been escaped, so all before the last "@" counts as part of it.
-    Of the parameters only harmless ones stay: a password may stand behind a name that is misspelt.
+    Of the parameters only harmless ones stay: a password may stand behind a name that is misspelt. In place of a file
+    stands the URL in it.
     """
+    try:
+        url = current_url(url)
+    except ValueError:
+        return url
     head, separator, rest = url.partition("://") if "://" in url else ("", "", url)
     secret, at, address = rest.rpartition("@")
     address, _, query = address.partition("?")

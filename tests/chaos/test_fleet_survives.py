@@ -4,6 +4,7 @@ the fleet went on to its goal, its books balance, and what happened is named."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from headrace.broker.redis.client import connect
@@ -20,13 +22,15 @@ from headrace.deploy.fleet import fleet as fleet_module
 from headrace.deploy.fleet import watchdog
 from headrace.deploy.fleet.fleet import Fleet
 from headrace.deploy.fleet.snapshot_poller import SnapshotPoller
+from headrace.deploy.monitoring.process_reporter import FleetLease
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.process.supervisor import ProcessSpec, Role, ServiceState
+from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.redis_server import check_url
 from headrace.deploy.run.run_dir import RunDir
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.redis_keys import INCARNATIONS, key_name
-from headrace.schemas.errors import ExitCode, HeadraceError, RedisUnavailableError
+from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, RedisUnavailableError
 from headrace.schemas.settings.config_loading import build_config
 from support.fleets.running_fleet import RunningFleet, redis_in
 from support.waiting import PATIENCE, TIMEOUT_S
@@ -200,6 +204,61 @@ def test_while_redis_is_away_a_fenced_learner_is_back_once_the_other_has_left(tm
         turn(fleet, lambda: own.restarts == 1 and own.state is ServiceState.RUNNING, "the fleet's own learner")
 
 
+@pytest.mark.parametrize("name", ["a-long-name-" * 10, pytest.param("run", marks=pytest.mark.thorough)])
+def test_a_removed_folder_of_sockets_is_made_again_before_a_worker_needs_it(tmp_path: Path, name: str) -> None:
+    with RunningFleet(tmp_path / name, *SMALL) as fleet:
+        fleet.wait_for_steps(2_000)
+        before = fleet.endpoint("worker")
+        shutil.rmtree(Path(before.removeprefix("ipc://")).parent)
+        fleet.wait_until(lambda: "has lost its socket" in fleet.said(), "the supervisor notices")
+        fleet.send(signal.SIGKILL, "worker", slot=0)
+        fleet.wait_until(lambda: fleet.pid("worker", 0, incarnation=2), "the worker's next life")
+        fleet.wait_until(lambda: fleet.snapshot().workers.get(0, {}).get("incarnation") == 2, "it joins")  # type: ignore[union-attr]
+        fleet.wait_for_steps(2_000)
+        assert fleet.endpoint("worker") == before
+        fleet.terminate()
+        result = fleet.finish()
+    assert_end_and_books(fleet, result)
+    assert result["restarts"] == {"worker": 1, "broker": 1, "learner": 0, "redis": 0}
+    assert set(result["ledger"]["dropped"]) <= {"worker_killed"}
+
+
+@pytest.mark.parametrize("how", ["refuses", pytest.param("gone", marks=pytest.mark.thorough)])
+def test_a_fleet_reaches_its_goal_and_balances_while_redis_refuses_or_is_gone(tmp_path: Path, how: str) -> None:
+    run = tmp_path / "run"
+
+    def tell(*command: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "headrace.deploy", *command, "--run-dir", str(run)],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    with redis_in(tmp_path / "elsewhere") as (url, server):
+        goal = ("--until-steps", "30000", "--set", f"redis.url={url}", "--set", "logging.interval_s=0.2")
+        with RunningFleet(run, *ALONE, *goal) as fleet:
+            fleet.wait_for_steps(2_000)
+            before = fleet.steps_of_envs()
+            if how == "gone":
+                server.kill()
+            else:
+                with connect(url) as client:
+                    client.replicaof("127.0.0.1", "1")  # a master that is away
+            fleet.wait_until(lambda: "redis_away" in tell("why")[1], "why names Redis")
+            result = fleet.finish()
+        assert result["goal_reached"] is True, result["stderr"]
+        assert (result["returncode"], result["balanced"], result["ledger"]["queued"]) == (0, True, 0)
+        assert result["env_steps"] >= 30_000 > before
+        rows = [orjson.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+        assert rows[-1]["env_steps"] == result["env_steps"]
+        assert [row["learner_row"] for row in rows if "learner_row" in row], "the learner's rows came by the broker"
+        code, said = tell("audit", "--strict")
+        assert code == 0, said
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_fleet_starts_no_broker_before_redis_has_told_what_it_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
@@ -235,6 +294,26 @@ def test_a_fleet_starts_no_broker_before_redis_has_told_what_it_knows(
                 fleet.start()
             assert not fleet.supervisor.services
     assert not any(began)
+
+
+def test_a_start_that_waits_for_the_lease_of_another_fleet_notes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    with fleet_of_a_broker(tmp_path) as (fleet, _):
+        assert FleetLease(fleet.config.redis.url, fleet.fleet_id, "another host").take()
+
+        def wait(done: Callable[[], bool], deadline_s: float, what: str) -> None:
+            seen.append(read_fleet_file(fleet.run_dir.fleet_json).waits_for)
+            fleet.loop.wait(done, 0.2, lambda: what)
+
+        monkeypatch.setattr(fleet, "wait", wait)
+        with pytest.raises(ConfigError, match="another host"):
+            fleet.start()
+        assert read_fleet_file(fleet.run_dir.fleet_json).waits_for == ""
+    assert [whom.partition(" (")[0] for whom in seen] == [
+        "another `headrace up` of this fleet to give up its lease in Redis"
+    ]
 
 
 def turn(fleet: Fleet, done: Callable[[], bool], what: str) -> None:

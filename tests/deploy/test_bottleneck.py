@@ -15,7 +15,7 @@ from headrace.deploy.annexes.watch.state.fleet_state import fleet_state
 from headrace.deploy.annexes.watch.top.top import plain
 from headrace.deploy.monitoring.bottleneck import find_bottleneck
 from headrace.deploy.monitoring.facts import Facts
-from headrace.deploy.monitoring.findings import find
+from headrace.deploy.monitoring.findings import Finding, find
 from headrace.deploy.monitoring.why import why
 from headrace.deploy.report.progress import ProgressView
 from headrace.deploy.report.summary import Summary, print_summary
@@ -186,6 +186,12 @@ SILENT = {
 @pytest.mark.parametrize("case", SILENT)
 def test_without_enough_data_or_a_clear_limit_nothing_is_said(case: str) -> None:
     assert said(SILENT[case]) == ""
+
+
+def test_while_a_learner_pauses_the_cores_are_not_blamed() -> None:
+    facts = shared(IDLE, BLOCKED)
+    assert find_bottleneck(facts, []) is not None
+    assert find_bottleneck(facts, [Finding("learner_slow", "warning", "learner", "waiting for the learner")]) is None
 
 
 def test_half_of_the_workers_are_enough_and_redis_alone_gives_the_same_sentence() -> None:

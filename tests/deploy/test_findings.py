@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace.broker.files.report_file import RedisAway
 from headrace.deploy.annexes.watch.state.fleet_state import ledger
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import KIND, KINDS
@@ -123,6 +124,12 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
         healthy(redis_error="Connection refused", redis_age_s=12.0),
         "redis_away",
         r"waiting for Redis at \S*, silent for 12 s \(Connection refused\)",
+        "",
+    ),
+    "Redis refuses the broker": (
+        replace(told(away=RedisAway(NOW - 12.0, "READONLY")), redis_error="READONLY", redis_age_s=12.0),
+        "redis_away",
+        r"Redis at \S* takes no reports \(READONLY\); the fleet goes on, and reports later",
         "",
     ),
     "Redis garbage": (told(garbage=("totals: field x",)), "redis_garbage", "1 value that cannot be read", ""),
@@ -464,6 +471,13 @@ def test_a_group_that_loses_batches_names_a_bound_on_batches_where_there_is_one(
 def test_a_run_directory_tells_since_when_redis_is_away() -> None:
     away = healthy(snapshot=EMPTY, redis_error="refused", redis_away_unix_s=NOW - 70.0)
     assert [one.since_unix_s for one in find(away) if one.kind == "redis_away"] == [NOW - 70.0]
+
+
+def test_a_start_that_waits_for_the_lease_of_another_fleet_says_so() -> None:
+    starting = replace(having("supervisor", state="starting"), snapshot=EMPTY, redis_error="the fleet has started none")
+    waits = replace(starting, waits_for="another `headrace up` to give up its lease")
+    assert find(waits) == []
+    assert verdict(waits, []) == "Starting: waiting for another `headrace up` to give up its lease."
 
 
 def test_a_run_that_an_error_ended_says_so_and_names_a_disk_that_is_still_full() -> None:

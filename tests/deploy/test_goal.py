@@ -10,6 +10,7 @@ import orjson
 import pytest
 from rich.console import Console
 
+from headrace.broker.files.report_file import RedisAway
 from headrace.deploy.report.progress import ProgressDisplay, ProgressView, progress_table
 from headrace.deploy.report.summary import RunFacts, Summary, ledger_table, print_summary, read_run_facts
 from headrace.deploy.run.goal import Goal, RunNumbers, show_return
@@ -181,6 +182,10 @@ def test_on_a_terminal_the_way_to_the_goal_has_a_bar() -> None:
 def test_the_progress_view_marks_old_numbers_of_redis() -> None:
     rows = dict(ProgressView(1.0, RunNumbers(), Goal(), redis_age_s=7.0).rows())
     assert rows["Redis"] == "silent for 7 s, numbers are old"
+    newer = replace(FIFTY_PER_S, away=RedisAway(0.0, "READONLY"))
+    rows = dict(ProgressView(1.0, RunNumbers(1000), Goal(until_steps=4000), snapshot=newer, redis_age_s=7.0).rows())
+    assert rows["Redis"] == "away for 7 s, numbers are the broker's"
+    assert rows["goal"] == "25 %, about 1 min left"
 
 
 def test_the_progress_view_names_lost_steps_and_the_first_cause_of_failures() -> None:

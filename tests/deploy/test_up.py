@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from headrace.deploy.fleet import fleet as fleet_module
 from headrace.deploy.fleet.up import up
 from headrace.deploy.process import child_commands
 from headrace.deploy.process.fleet_errors import FleetError
@@ -19,6 +21,7 @@ from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.process.supervisor import ProcessSpec, Role
 from headrace.deploy.report.summary import Summary
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
+from headrace.deploy.run.redis_server import wait_ready
 from headrace.deploy.terminal import log_rotation
 from headrace.deploy.terminal.log_rotation import rotated_path
 from headrace.schemas.errors import ExitCode, HeadraceError, RedisUnavailableError
@@ -290,6 +293,21 @@ def test_an_own_redis_that_cannot_start_is_an_error_with_its_reason(tmp_path: Pa
     assert error.exit_code is ExitCode.REDIS_UNAVAILABLE
     for part in ("own Redis server does not start", "AOF", "redis.log", str(tmp_path / "redis"), "move it away"):
         assert part in str(error)
+
+
+def test_an_own_redis_that_nobody_reaches_names_the_loopback_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(url: str, deadline_s: float = 0.0) -> None:
+        wait_ready("redis://127.0.0.1:1/0", deadline_s)
+
+    monkeypatch.setattr(fleet_module, "answers", lambda _: False)
+    monkeypatch.setattr(fleet_module, "wait_ready", unreachable)
+    monkeypatch.setattr(fleet_module, "REDIS_DEADLINE_S", 0.2)
+    error = failing(up(config_for(tmp_path), as_json=True))
+    assert error.exit_code is ExitCode.REDIS_UNAVAILABLE
+    assert re.search(r"own server has not answered for 0.2 s: it is not ready \(Error.*ip link set lo up", str(error))
+    assert "--redis-url" not in str(error)
 
 
 def test_a_redis_that_does_not_answer_is_one_typed_error(tmp_path: Path, free_port: int) -> None:

@@ -31,6 +31,7 @@ from headrace.deploy.trained.saved_policy import find_policy
 from headrace.schemas.accounts.redis_keys import TOTALS, WORKERS, key_name
 from headrace.schemas.errors import ConfigError, KeysError, RedisUnavailableError
 from headrace.schemas.settings.config import RedisSection
+from headrace.schemas.settings.redis_url import current_url
 from support.fleets.running_fleet import RunningFleet
 from support.secured_redis import SecuredRedis
 from support.waiting import TIMEOUT_S
@@ -64,7 +65,7 @@ def make_users_in(admin: Any, keys: Path, address: str, *, force: bool = False) 
 
 
 def url_in(path: Path) -> str:
-    return RedisSection(url=str(path)).url
+    return current_url(RedisSection(url=str(path)).url)
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_a_fleet_works_with_its_writers_rights_and_the_reader_cannot_write(
                 lambda: none_was_refused() and (shelf.version() or (0, 0))[0] == 2, "the next checkpoint is copied"
             )
             fleet.wait_until(lambda: client.hgetall(key_name(FLEET, WORKERS)), "the next worker is reported")
-        assert reported(read_fleet_file(run / "fleet.json"))[0].reported_unix_s, "ps may read what it shows"
+        assert reported(read_fleet_file(run / "fleet.json"), run)[0].reported_unix_s, "ps may read what it shows"
         fleet.kill_everything()
     shutil.rmtree(run)
     with RunningFleet(run, *options, "--until-steps", "1000") as fleet:
@@ -111,7 +112,7 @@ def test_a_fleet_works_with_its_writers_rights_and_the_reader_cannot_write(
     assert none_was_refused()
 
     page = orjson.loads((run / "fleet.json").read_bytes())
-    assert page["redis_url"] == url_in(writer)
+    assert page["redis_url"] == f"file:{writer}"
     (run / "fleet.json").write_bytes(orjson.dumps(page | {"redis_url": url_in(reader)}))
     with FleetView(url_in(reader), FLEET) as view:
         assert view.learner_rows()

@@ -8,11 +8,14 @@ import signal
 import socketserver
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
+from headrace.broker.files.report_file import RedisAway, ReportFile, file_path
 from headrace.broker.redis.rows import ReceivedRow
 from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.broker.reports.reporter import RedisReporter
@@ -32,6 +35,7 @@ from headrace.schemas.accounts.redis_keys import (
 )
 from headrace.schemas.errors import RedisUnavailableError
 from headrace.schemas.messages import LearnerRow
+from headrace.schemas.settings.redis_url import read_redis_url
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes
@@ -430,6 +434,109 @@ def test_refused_writes_count_as_an_outage_of_redis(
     snapshot = read(server.url, fleet_id)
     assert snapshot.totals["accepted_bytes_total"] == 4000
     assert audit(snapshot) == []
+
+
+def gone(server: Any, client: Any) -> Callable[[], object]:
+    server.kill()
+    return lambda: server.start()
+
+
+@pytest.mark.parametrize("refuse", [read_only, out_of_memory, gone])
+def test_while_redis_is_away_a_file_tells_what_redis_would_hold(
+    refuse: Callable[[Any, Any], Callable[[], object]],
+    fleet_id: str,
+    make_server: MakeServer,
+    make_row: MakeRow,
+    tmp_path: Path,
+) -> None:
+    server, file = make_server().start(), file_path(tmp_path)
+    reporter = RedisReporter(server.url, fleet_id, report_file=ReportFile(tmp_path, fleet_id, 15.0))
+    books = replace(
+        fleet_report(make_row, 1),
+        gauges={"env_steps_per_s": 12.5},
+        workers={0: {"pid": 17}},
+        lease={"epoch": 3, "connected": 1},
+        folded={5: FoldedLives(highest=1, row=make_row(5, 0, 5, 5, closed=True))},
+        metric_sums={},
+        metrics={"loss": LoggedMetric(reduce="mean", value=0.5)},
+    )
+    reporter.offer(books)
+    wait_until(lambda: _accepted(server.url, fleet_id))
+    with server.client() as client, FleetView(server.url, fleet_id, tmp_path) as view:
+        before = view.read()
+        assert before.away is None
+        assert not file.exists()
+        allow = refuse(server, client)
+        reporter.offer(replace(books, rows=fleet_report(make_row, 9).rows, folded={}, joins_blocked="no descriptor"))
+        reporter.offer_rows([received(3, 1)])
+        wait_until(lambda: file.exists() and view.read().rows.get((0, 2)) == make_row(0, 2, 9, 6))
+        told = view.read()
+        assert told.away is not None
+        assert told.away.reason
+        assert audit(told) == []
+        assert told.joins_blocked == "no descriptor"
+        assert view.learner_rows() == [view.newest_learner_row()]
+        assert view.learner_rows((3, 1)) == []
+        allow()
+        wait_until(lambda: not file.exists())
+        after = view.read()
+    assert reporter.close(30.0)
+    assert after.away is None
+    own = {"away": told.away, "reported_unix_s": told.reported_unix_s, "started_unix_s": told.started_unix_s}
+    gauges = {name: value for name, value in after.gauges.items() if name != "redis_failures"}
+    assert replace(after, gauges=gauges, **own) == told
+
+
+def test_a_file_that_an_earlier_broker_left_counts_only_while_it_is_newer_than_redis(
+    url: str, fleet_id: str, make_row: MakeRow, tmp_path: Path
+) -> None:
+    left, hashes = ReportFile(tmp_path, fleet_id, 15.0), {"totals": {"env_steps_total": "7"}, "gauges": {"unix_s": "1"}}
+    left.write(RedisAway(50.0, "refused"), 60.0, hashes, [])
+    with FleetView(url, fleet_id, tmp_path) as view:
+        old = view.read()
+        assert (old.totals, old.gauges) == ({"env_steps_total": 7}, {}), "the last gauges of a broker expire"
+        report_once(url, fleet_id, Report(rows=[make_row()]))
+        assert view.read().away is None
+        assert view.read().rows == {(0, 1): make_row()}
+    with FleetView("redis://127.0.0.1:1/0", "another", tmp_path) as other, pytest.raises(RedisUnavailableError):
+        other.read()
+
+
+@pytest.mark.parametrize("user", ["", "writer"])
+def test_a_password_that_is_replaced_in_its_file_is_read_again(
+    fleet_id: str, make_server: MakeServer, make_row: MakeRow, tmp_path: Path, user: str
+) -> None:
+    server, file = make_server().start(), tmp_path / "writer.url"
+    file.touch(mode=0o600)
+
+    def rotate(password: str) -> None:
+        with server.client() as client:
+            client.execute_command(
+                "ACL", "SETUSER", user or "default", "on", "resetpass", f">{password}", "+@all", "~*"
+            )
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        server.url = server.url if user else f"redis://:{quote(password, safe='')}@127.0.0.1:{server.launch.port}/0"
+
+    def note(password: str) -> None:
+        file.write_text(f"redis://{user}:{quote(password, safe='')}@127.0.0.1:{server.launch.port}/0\n")
+
+    rotate("be/fore")
+    note("be/fore")
+    reporter = RedisReporter(read_redis_url(str(file)), fleet_id)
+    reporter.offer(fleet_report(make_row, 1))
+    wait_until(lambda: _accepted(server.url, fleet_id))
+    with FleetView(read_redis_url(str(file)), fleet_id) as view:
+        assert view.read().rows
+        rotate("af@ter")
+        reporter.offer(fleet_report(make_row, 2))
+        wait_until(lambda: reporter.failures >= 2)
+        with pytest.raises(RedisUnavailableError) as caught:
+            view.read()
+        assert "fore" not in str(caught.value)
+        note("af@ter")
+        wait_until(lambda: reporter.is_idle)
+        assert view.read().totals["accepted_bytes_total"] == 4000
+    assert reporter.close(30.0)
 
 
 def test_a_wrong_password_counts_as_an_outage_of_redis(url: str, fleet_id: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config_loading import load_config
-from headrace.schemas.settings.redis_url import without_password
+from headrace.schemas.settings.redis_url import current_url, without_password
 
 
 def url_of(text: str) -> str:
@@ -23,8 +23,10 @@ def test_a_private_file_holds_the_url_and_its_tls_paths_become_absolute(
     path.touch(mode=0o600)
     path.write_text("rediss://me:a%2Fword@host:1/0?ssl_ca_certs=ca.pem&ssl_certfile=/etc/c.pem&db=2\n")
     absolute = f"rediss://me:a%2Fword@host:1/0?ssl_ca_certs={tmp_path}/ca.pem&ssl_certfile=/etc/c.pem&db=2"
-    assert url_of("redis-writer.url") == absolute
-    assert url_of(absolute) == absolute
+    assert url_of("redis-writer.url") == url_of(f"file:{path.absolute()}") == f"file:{path.absolute()}"
+    assert current_url(url_of("redis-writer.url")) == url_of(absolute) == absolute
+    assert "a%2Fword" not in load_config(None, {"redis.url": "redis-writer.url"})[0].model_dump_json()
+    assert without_password(url_of("redis-writer.url")) == absolute.replace("a%2Fword", "***")
     path.chmod(0o640)
     with pytest.raises(ConfigError, match=r"redis\.url: others may read redis-writer\.url \(mode 0640\).*chmod 600"):
         url_of("redis-writer.url")

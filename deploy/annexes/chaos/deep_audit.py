@@ -302,7 +302,7 @@ def audit_deeply(run_dir: Path, *, as_json: bool, stream: TextIO) -> None:
     Raises `HeadraceError` naming the differences, `RunDirError` without a fleet, and `RedisUnavailableError`.
     """
     url, fleet_id = find_books(run_dir)
-    with serving(run_dir, url), FleetView(url, fleet_id) as view:
+    with serving(run_dir, url), FleetView(url, fleet_id, run_dir) as view:
 
         def compare(files: Sources) -> tuple[Sources, list[str], Snapshot]:
             now = with_ledger(files, run_dir, view.read())

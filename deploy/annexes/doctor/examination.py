@@ -197,7 +197,7 @@ def _own_server() -> str:
 
 def _access_check(url: str) -> Check:
     """Check whether the server asks for a password, and whether the connection is encrypted."""
-    parts = urlsplit(url)
+    parts = urlsplit(without_password(url))
     remote, by_tls = not is_loopback(parts.hostname or "localhost"), parts.scheme == "rediss"
     seen = f"user {parts.username or 'default'}, {'by TLS' if by_tls else 'without TLS'}"
     if parts.scheme == "unix":

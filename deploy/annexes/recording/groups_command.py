@@ -54,7 +54,7 @@ def list_groups(asked: Asked, *, as_json: bool) -> None:
         named = named_fleet(config)
         run_dir = whole_run_dir(config) if named is not None else chosen_run(config.fleet.run_dir)
         url, fleet_id = find_books(run_dir, named)
-        with serving(run_dir, url), FleetView(url, fleet_id) as view:
+        with serving(run_dir, url), FleetView(url, fleet_id, run_dir) as view:
             groups = {name: books.state for name, books in view.read((FLEET, GAUGES, *OF_GROUPS)).groups.items()}
         if as_json:
             shown = {name: {**state.model_dump(), "lost": state.lost_steps} for name, state in groups.items()}

@@ -37,8 +37,9 @@ def ps(asked: Asked, as_json: bool) -> None:
     from headrace.deploy.run.fleet_file import read_fleet_file
     from headrace.schemas.accounts.redis_keys import revoked_sessions
 
-    fleet = read_fleet_file(asked.run_dir() / "fleet.json")
-    seen, missing = reported(fleet)
+    run_dir = asked.run_dir()
+    fleet = read_fleet_file(run_dir / "fleet.json")
+    seen, missing = reported(fleet, run_dir)
     rows, revoked = all_processes(fleet, seen, time.time()), revoked_sessions(seen.gauges)
     if not as_json:
         typer.echo(table(fleet, rows, missing, revoked))

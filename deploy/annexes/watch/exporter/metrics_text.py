@@ -121,8 +121,8 @@ class _Families:
 
 
 def _add_fleet(families: _Families, facts: Facts | None, labels: Mapping[str, str]) -> None:
-    is_known = facts is not None and not facts.redis_error
-    _add_own(families, _UP, is_known, labels)
+    is_known = facts is not None and not facts.is_old
+    _add_own(families, _UP, facts is not None and not facts.redis_error, labels)
     if facts is None:
         return
     if not is_known:

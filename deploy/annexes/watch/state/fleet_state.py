@@ -282,7 +282,7 @@ def _redis(facts: Facts, slow: SlowFacts) -> Document:
         "error": facts.redis_error,
         "age_s": round(facts.redis_age_s, 1),
         "away_since_unix_s": facts.unix_s - facts.redis_age_s if facts.redis_error else None,
-        "is_old": bool(facts.redis_error) and facts.redis_age_s > STALE_S,
+        "is_old": facts.is_old and facts.redis_age_s > STALE_S,
         "may_ask": server is not None,
         "server": {name: server[name] for name in _SERVER_FIELDS if name in server} if server else {},
     }

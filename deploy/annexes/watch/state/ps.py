@@ -6,6 +6,7 @@ A fleet may have a thousand workers. So `ps` reads from Redis only what it shows
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -34,15 +35,15 @@ def processes(fleet: FleetFile, now: float) -> list[Row]:
     return rows + waiting
 
 
-def reported(fleet: FleetFile) -> tuple[Snapshot, str]:
-    """Return what `ps` shows of the fleet's state in Redis, and a sentence if Redis could not be read; else "".
+def reported(fleet: FleetFile, run_dir: Path) -> tuple[Snapshot, str]:
+    """Return what `ps` shows of the fleet's state, and a sentence if it could not be read; else "".
 
-    The state is empty if no process of the fleet is alive, or Redis could not be read.
+    The state is empty if no process of the fleet is alive, or if neither Redis nor the run directory tells it.
     """
     if not fleet.redis_url or not is_alive(fleet.supervisor_pid):
         return Snapshot(), ""
     try:
-        with FleetView(fleet.redis_url, fleet.fleet_id) as view:
+        with FleetView(fleet.redis_url, fleet.fleet_id, run_dir) as view:
             return view.read(_SHOWN), ""
     except RedisUnavailableError as error:
         return Snapshot(), f"versions and workers from elsewhere are not shown: {error}"
