@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.learner_stub.checkpoints import learner_state
+from headrace.learner_stub.checkpoints.learner_state import save_policy
 from headrace.learner_stub.publishing.publisher import WeightPublisher
 from headrace.learner_stub.rollouts.connector_merger import ConnectorMerger
 from headrace.learner_stub.rollouts.returns import gae
@@ -267,17 +267,16 @@ def _tell(model: Any, weights: WeightPublisher, merger: ConnectorMerger) -> None
         model.logger.dump(model.num_timesteps)
 
 
-def save_policy(
+def save_sb3_policy(
     run_dir: str | Path, model: Any, merger: ConnectorMerger | None = None, *, epoch: int | None = None
 ) -> Path:
     """Save what workers act with of `model` as RUN_DIR/learner.checkpoint, for `headrace evaluate` and `export`.
 
     That is the whole policy of PPO and A2C; the actor of SAC; the Q-network of DQN and its exploration rate. The counts
-    are the model's. `merger` is that of `updates`. `epoch`, and the errors, are as for
-    `headrace.learner_stub.save_policy`.
+    are the model's. `merger` is that of `updates`. `epoch`, and the errors, are as for `headrace.save_policy`.
     """
     counts = {"updates": model._n_updates, "steps": model.num_timesteps}
-    return learner_state.save_policy(run_dir, _acting(model, merger or ConnectorMerger()), epoch=epoch, **counts)
+    return save_policy(run_dir, _acting(model, merger or ConnectorMerger()), epoch=epoch, **counts)
 
 
 def _acting(model: Any, merger: ConnectorMerger) -> dict[str, Any]:

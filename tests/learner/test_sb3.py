@@ -531,7 +531,7 @@ def test_what_connectors_learn_is_published_and_saved(algorithm: Any, tmp_path: 
     seen = int(merger.get_state()["connectors/env_to_module/0.MeanStd/obs/count"][0])
     assert (counts[0], counts[-1]) == (0, seen)
     assert seen > sum(batch.steps for batch in batches)
-    saved = published_arrays(load_checkpoint(sb3.save_policy(tmp_path, model, merger)).arrays)  # type: ignore[union-attr]
+    saved = published_arrays(load_checkpoint(sb3.save_sb3_policy(tmp_path, model, merger)).arrays)  # type: ignore[union-attr]
     assert {name: saved[name].tolist() for name in merger.get_state()} == {
         name: array.tolist() for name, array in merger.get_state().items()
     }
@@ -543,7 +543,7 @@ def test_what_connectors_learn_is_published_and_saved(algorithm: Any, tmp_path: 
 def test_what_the_adapter_saves_of_a_model_acts(algorithm: Any, tmp_path: Path) -> None:
     env = "Pendulum-v1" if algorithm is SAC else "CartPole-v1"
     model = algorithm("MlpPolicy", env, device="cpu")
-    arrays = published_arrays(load_checkpoint(sb3.save_policy(tmp_path, model)).arrays)  # type: ignore[union-attr]
+    arrays = published_arrays(load_checkpoint(sb3.save_sb3_policy(tmp_path, model)).arrays)  # type: ignore[union-attr]
     config = EnvRunnerConfig(
         env=env, module="headrace.workers.modules.sb3:build", module_config={"algorithm": algorithm.__name__}
     )
