@@ -151,7 +151,7 @@ def _told_by(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Return shapes and kinds of saved weights by module. An only module without a name has that of `given`."""
     nameless = next(iter(given)) if given is not None and len(given) == 1 else DEFAULT_MODULE_ID
-    by_module = split_modules(saved) or {nameless: saved}
+    by_module = split_modules(saved) or {nameless: dict(saved)}
     own = {id: {n: a for n, a in arrays.items() if not n.startswith(CONNECTORS)} for id, arrays in by_module.items()}
     shapes = {id: {name: array.shape for name, array in arrays.items()} for id, arrays in own.items() if arrays}
     return shapes, {id: "".join(kind_of(array.dtype) for array in arrays.values()) for id, arrays in own.items()}

@@ -34,6 +34,7 @@ from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import MeanStd
 from headrace.workers.modules.sb3 import as_module, build
 from headrace.workers.policy.module_weights import write_weights
+from headrace.workers.trained.trained_policy import TrainedPolicy
 
 ENVS, STEPS = 4, 16
 OBS = Box(shape=(4,), dtype="<f4")
@@ -323,6 +324,48 @@ def test_choices_are_sampled_with_the_policys_probabilities(kind: str) -> None:
     for column, probabilities in zip(actions.T, expected, strict=True):
         shares = torch.bincount(column.long(), minlength=len(probabilities)) / rows
         torch.testing.assert_close(shares, probabilities.detach(), rtol=0, atol=2 / rows)
+
+
+EXPORTED: dict[str, tuple[str, Space, Space, dict[str, Any]]] = {
+    **{f"ppo-{kind}": ("PPO", OBS, space, {}) for kind, space in ACTIONS.items()},
+    "a2c-matrix": ("A2C", OBS, Box(shape=(2, 3), dtype="<f4", low=-1.0, high=1.0), {}),
+    "ppo-apart": ("PPO", OBS, Discrete(n=3), {"policy_kwargs": {"share_features_extractor": False}}),
+    "dqn": ("DQN", OBS, Discrete(n=3), {}),
+    "sac": ("SAC", OBS, Box(shape=(2,), dtype="<f4", low=(-1.0, 0.0), high=(3.0, 10.0)), {}),
+    "ppo-dict": ("PPO", Dict(spaces={"at": OBS, "n": Discrete(n=4)}), Discrete(n=3), {"policy": "MultiInputPolicy"}),
+    "sac-dict": ("SAC", Dict(spaces={"at": OBS, "n": Discrete(n=4)}), ACTIONS["box"], {"policy": "MultiInputPolicy"}),
+    "ppo-image": (
+        "PPO",
+        Box(shape=(3, 40, 40), dtype="|u1", low=0.0, high=255.0),
+        Discrete(n=3),
+        {"policy": "CnnPolicy"},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "suffix",
+    [".pt", pytest.param(".pt2", marks=pytest.mark.thorough), pytest.param(".onnx", marks=pytest.mark.thorough)],
+)
+@pytest.mark.parametrize("case", EXPORTED)
+def test_an_exported_policy_takes_sb3s_own_deterministic_actions(case: str, suffix: str, tmp_path: Path) -> None:
+    algorithm, observation, action, options = EXPORTED[case]
+    config = EnvRunnerConfig(env="CartPole-v1", module=build, module_config={"algorithm": algorithm, **options})
+    spaces = Spaces(observation=observation, action=action)
+    torch.manual_seed(0)
+    policy = TrainedPolicy(config, {"default_policy": spaces}, {})
+    module: Any = policy.module
+    with torch.no_grad():
+        for parameter in module.parameters():  # an untrained PPO's choices are nearly even
+            parameter.mul_(3.0)
+    written = policy.export_file(tmp_path / f"policy{suffix}")  # it compares the file with `act`
+    assert "the largest difference from the policy's own actions is" in written.in_words()
+    space = spaces.to_gymnasium()[0]
+    seen: list[Any] = [space.sample() for _ in range(16)]
+    is_dict = isinstance(seen[0], dict)
+    batch = {name: np.stack([one[name] for one in seen]) for name in seen[0]} if is_dict else np.stack(seen)
+    own = next(getattr(module, name) for name in ("policy", "q_net", "actor") if hasattr(module, name))
+    np.testing.assert_allclose(policy.act(batch), own.predict(batch, deterministic=True)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_q_network_explores_at_the_rate_that_comes_with_its_weights() -> None:
