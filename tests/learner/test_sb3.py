@@ -185,7 +185,7 @@ def test_the_replay_buffer_holds_what_sb3_would_collect_from_the_same_steps(
         batch = runner.sample()
     steps = batch.transitions()
     assert steps.truncated.any()
-    sb3.store(model, batch)
+    sb3.store(model, batch.transitions())
     names = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
     mine = {name: getattr(model.replay_buffer, name).copy() for name in names}
     assert (model.replay_buffer.pos, model.replay_buffer.full) == (10, True)
@@ -248,7 +248,7 @@ def test_the_replay_buffer_is_to_the_bit_as_after_its_own_add_of_each_step(kind:
         for _ in range(2)
     )
     for batch in batches:  # the second fills the buffer to its last row, and the third is larger than it
-        sb3.store(SimpleNamespace(replay_buffer=mine), batch)
+        sb3.store(SimpleNamespace(replay_buffer=mine), batch.transitions())
         add_each(theirs, batch)
         assert (mine.pos, mine.full) == (theirs.pos, theirs.full)
         for name in ("observations", "next_observations", "actions", "rewards", "dones", "timeouts"):
@@ -399,23 +399,6 @@ def test_an_actor_samples_sacs_squashed_gaussian_and_maps_actions_back() -> None
     np.testing.assert_allclose(module.forward_inference({"obs": obs})["actions_for_env"], best, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "steps", "episodes", "expected"),
-    [
-        ({"train_freq": 4, "gradient_steps": 1}, 10, 0, 2.5),
-        ({"train_freq": 2, "gradient_steps": 3}, 10, 7, 15.0),
-        ({"train_freq": 4, "gradient_steps": -1}, 10, 0, 10.0),
-        ({"train_freq": (2, "episode"), "gradient_steps": 5}, 10, 3, 7.5),
-    ],
-    ids=["every-4", "3-every-2", "as-many-as-steps", "by-episodes"],
-)
-def test_as_many_gradient_steps_are_due_as_sb3_would_make(
-    options: dict[str, Any], steps: int, episodes: int, expected: float
-) -> None:
-    model = DQN("MlpPolicy", make_cart(), buffer_size=40, device="cpu", **options)
-    assert sb3._gradient_steps(model, steps, episodes) == expected
-
-
 class Recorded(list[ChunkBatch]):
     """Batches in place of a stream."""
 
@@ -433,29 +416,49 @@ class NoFleet:
         pass
 
 
+@pytest.mark.parametrize("batch_steps", [8, 24, 10])
 @pytest.mark.parametrize(
     "options",
     [
         {"train_freq": 32, "gradient_steps": 16, "learning_starts": 0},
         {"train_freq": 16, "gradient_steps": -1, "learning_starts": 0},
         {"train_freq": 32, "gradient_steps": 1, "learning_starts": 64},
+        {"train_freq": 1, "gradient_steps": 1, "learning_starts": 20},
+        {"train_freq": 3, "gradient_steps": 0, "learning_starts": 20},
     ],
-    ids=["16-every-32", "as-many-as-steps", "late"],
+    ids=["16-every-32", "as-many-as-steps", "late", "1-every-1", "none"],
 )
-def test_dqn_trains_all_at_once_after_as_many_steps_as_by_itself(options: dict[str, Any]) -> None:
-    trained: dict[str, list[tuple[int, int]]] = {"alone": [], "fleet": []}
+def test_dqn_trains_after_the_same_steps_as_by_itself_whatever_the_size_of_batches(
+    options: dict[str, Any], batch_steps: int
+) -> None:
+    trained: dict[str, list[tuple[int, int, int]]] = {"alone": [], "fleet": []}
     models = {name: DQN("MlpPolicy", make_cart(), buffer_size=200, device="cpu", **options) for name in trained}
 
     def note(name: str, gradient_steps: int, batch_size: int) -> None:
-        trained[name].append((models[name].num_timesteps, gradient_steps))
+        replay: Any = models[name].replay_buffer
+        trained[name].append((models[name].num_timesteps, gradient_steps, replay.size()))
 
     for name, model in models.items():
         vars(model)["train"] = partial(note, name)
-    models["alone"].learn(128)
+    models["alone"].learn(120)
     with SingleAgentEnvRunner(EnvRunnerConfig(env="CartPole-v1", num_envs=1, seed=0)) as runner:
-        batches = Recorded(runner.sample(num_timesteps=8) for _ in range(16))
-    assert trained_on(models["fleet"], batches, 128) == list(range(8, 129, 8))
-    assert trained["fleet"] == trained["alone"]
+        batches = Recorded(runner.sample(num_timesteps=batch_steps) for _ in range(120 // batch_steps))
+    assert trained_on(models["fleet"], batches, 120) == list(range(batch_steps, 121, batch_steps))
+    assert trained["fleet"] == [row for row in trained["alone"] if row[0] <= 120]
+    assert bool(trained["fleet"]) == bool(options["gradient_steps"])
+
+
+@pytest.mark.parametrize(
+    ("gradient_steps", "due"), [(5, lambda steps, ends: 5 * (ends // 2)), (-1, lambda steps, _: steps)]
+)
+def test_dqn_trains_for_each_so_many_episodes(gradient_steps: int, due: Callable[[int, int], int]) -> None:
+    options: dict[str, Any] = {"train_freq": (2, "episode"), "gradient_steps": gradient_steps, "learning_starts": 0}
+    model, trained = DQN("MlpPolicy", make_cart(), buffer_size=300, device="cpu", **options), [0]
+    vars(model)["train"] = lambda gradient_steps, batch_size: trained.append(gradient_steps)
+    with SingleAgentEnvRunner(EnvRunnerConfig(env="CartPole-v1", num_envs=1, seed=0)) as runner:
+        batches = Recorded(runner.sample(num_episodes=2) for _ in range(3))
+    trained_on(model, batches, 10**6)
+    assert sum(trained) == due(model.num_timesteps, 6)
 
 
 def test_the_module_takes_the_weights_by_their_names_in_sb3() -> None:
