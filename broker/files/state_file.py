@@ -7,8 +7,10 @@ twice, with Redis or without.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -54,6 +56,9 @@ class BrokerFile(BaseModel):
     groups: Annotated[dict[GroupName, LeaseOfGroup], Field(max_length=MOST_GROUPS)] = {}
     has_learner: bool | None = None
     """True if a learner was connected at the broker's last report; None before its first."""
+    weight_shapes: dict[str, dict[str, list[int]]] = {}
+    weight_kinds: dict[str, str] = {}
+    """What workers have told of the weights that they load; a save of a checkpoint is checked against it."""
 
     def state(self) -> BrokerState:
         """Return the part of the file from which the broker's core goes on."""
@@ -84,7 +89,12 @@ def read_broker_file(run_dir: Path) -> BrokerFile | None:
 
 
 def write_broker_file(
-    run_dir: Path, fleet_id: str, endpoints: Endpoints, state: BrokerState, has_learner: bool | None = None
+    run_dir: Path,
+    fleet_id: str,
+    endpoints: Endpoints,
+    state: BrokerState,
+    has_learner: bool | None = None,
+    weights_told: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Replace the file. Raises `RunDirError`."""
     content = BrokerFile(
@@ -96,6 +106,7 @@ def write_broker_file(
         incarnations=state.incarnations,
         groups={name: LeaseOfGroup.model_validate(lease) for name, lease in state.groups.items()},
         has_learner=has_learner,
+        **weights_told,
     )
     path = file_path(run_dir)
     with writing(path, "the broker's state"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.limits import BrokerState
@@ -16,7 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class StateWriter(BrokerObserver):
-    """Writes the file of one broker: its state when asked, and whether a learner is connected, every `interval_s`."""
+    """Writes the file of one broker: its state when asked, and every `interval_s` what has changed of its notes.
+
+    Notes are whether a learner is connected, and which weights workers load.
+    """
 
     def __init__(self, core: BrokerCore, run_dir: Path, fleet_id: str, endpoints: Endpoints, interval_s: float) -> None:
         self._core = core
@@ -24,13 +28,13 @@ class StateWriter(BrokerObserver):
         self._interval_s = interval_s
         self._written: BrokerState | None = None
         self._write_again = 0.0
-        self._noted_learner: bool | None = None
+        self._noted: tuple[bool | None, dict[str, Any]] = None, {}
         self._next_note = 0.0
 
     def write(self) -> None:
         """Write the state. Raises `RunDirError`."""
         state = self._core.state
-        write_broker_file(*self._file, state, self._noted_learner)
+        write_broker_file(*self._file, state, *self._noted)
         groups = {name: replace(lease) for name, lease in state.groups.items()}
         self._written = replace(state, incarnations=dict(state.incarnations), groups=groups)
 
@@ -55,15 +59,16 @@ class StateWriter(BrokerObserver):
         return True
 
     def tick(self, now: float) -> None:
-        """Note whether a learner is connected, since the supervisor must know it while Redis is away."""
+        """Note what the supervisor must know while Redis is away, and a learner that saves when no worker lives."""
         if now < self._next_note:
             return
         self._next_note = now + self._interval_s
-        before, self._noted_learner = self._noted_learner, self._core.has_learner
-        if before is self._noted_learner:
+        before, core = self._noted, self._core
+        self._noted = core.has_learner, core.weights_told or before[1]
+        if before == self._noted:
             return
         try:
             self.write()
         except HeadraceError as error:
-            self._noted_learner = before
-            log.debug("whether a learner is connected cannot be noted now: %s", error)
+            self._noted = before
+            log.debug("the broker's notes cannot be written now: %s", error)

@@ -266,6 +266,11 @@ class BrokerCore:
         return self.learners.lease is not None and self.learners.lease.stream is not None
 
     @property
+    def weights_told(self) -> dict[str, Any]:
+        """Return shapes and kinds of the weights that workers load; empty while no live worker has told them."""
+        return self.learners.weights_told
+
+    @property
     def weights(self) -> Version:
         """Return the newest published version."""
         return self.store.weights

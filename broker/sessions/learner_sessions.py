@@ -54,7 +54,8 @@ class LearnerSessions:
         self._who = "learner" if group == TRAIN else f"reader of group {group!r}"
         self._waits_for = "learner" if group == TRAIN else f"group {group}"
         self._warnings = CountedWarnings(log)
-        self._weights_told: dict[str, Any] = {}
+        self.weights_told: dict[str, Any] = {}
+        """Shapes and kinds of the weights that workers load; empty while no live worker has told them."""
         self.measures = LearnerMeasures()
         self._newest_row: Version = (0, 0)
         """(epoch, number) of the newest row that observers have heard."""
@@ -156,14 +157,14 @@ class LearnerSessions:
             self._outbox.send(peer, Fenced(detail=detail))
 
     def _send_welcome(self, peer: Peer, learner: LearnerLease, spaces: dict[str, Any]) -> None:
-        learner.weights_told[peer] = self._weights_told
+        learner.weights_told[peer] = self.weights_told
         welcome = LearnerWelcome(
             fleet_id=self.fleet_id,
             epoch=learner.epoch,
             spaces=spaces,
             published=self._store.weights,
             maps_weights=True,
-            **self._weights_told,
+            **self.weights_told,
         )
         self._outbox.send(peer, welcome)
 
@@ -278,7 +279,7 @@ class LearnerSessions:
     def send_status(self, workers: list[Source], spaces: dict[str, Any], waiting: int) -> None:
         """Send the heartbeat to the learner, for which `waiting` of the `workers` wait."""
         learner = self.lease
-        self._weights_told = next((source.weights_told for source in workers if source.weights_told), {})
+        self.weights_told = next((source.weights_told for source in workers if source.weights_told), {})
         if learner is None:
             return
         refused = [source.refused for source in workers if source.refused]
@@ -297,7 +298,7 @@ class LearnerSessions:
         for peer in learner.connections():
             # With a thousand names the shapes are most of a heartbeat. While no worker lives no shapes are known, and
             # the connection's last ones stay valid.
-            news = {} if learner.weights_told.get(peer) == self._weights_told else self._weights_told
+            news = {} if learner.weights_told.get(peer) == self.weights_told else self.weights_told
             if news:
                 learner.weights_told[peer] = news
             self._outbox.send(peer, status.model_copy(update=news) if news else status)

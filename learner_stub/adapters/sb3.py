@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.learner_stub.checkpoints import learner_state
+from headrace.learner_stub.checkpoints.learner_state import save_policy
 from headrace.learner_stub.publishing.publisher import WeightPublisher
 from headrace.learner_stub.rollouts.connector_merger import ConnectorMerger
 from headrace.learner_stub.rollouts.returns import gae
@@ -29,6 +29,7 @@ from headrace.learner_stub.rollouts.rollout import chosen
 from headrace.learner_stub.rollouts.tensors import to_torch
 from headrace.learner_stub.streaming.stream import EpisodeStream
 from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.batch_views import Transitions
 from headrace.schemas.chunks.chunk import ChunkEnd, map_arrays
 from headrace.schemas.chunks.episodes import episodes_of
 from headrace.schemas.errors import ConfigError, ModuleError
@@ -47,9 +48,9 @@ def updates(
 
     - PPO, A2C: an update takes `n_steps` times `n_envs` steps or more, as whole batches. When the stream or
       `total_timesteps` ends, a last one takes the steps that are left.
-    - DQN, SAC: an update is one batch. It goes into the replay buffer. After `train_freq` steps or episodes, as whole
-      batches, follow as many gradient steps as `gradient_steps` and `learning_starts` ask for. Workers explore with
-      DQN's exploration rate; SAC's actor explores from the start.
+    - DQN, SAC: an update is one batch. Its steps go into the replay buffer as SB3's would: after each `train_freq`
+      steps follow the gradient steps that `gradient_steps` and `learning_starts` ask for; where `train_freq` counts
+      episodes, after the whole batch. Workers explore with DQN's exploration rate; SAC's actor explores from the start.
 
     It ends after `total_timesteps`, those of an earlier life of the model included, or when the stream does. A model
     that has had them is published, and trains no more.
@@ -106,20 +107,27 @@ def _on_policy(
 def _off_policy(
     model: Any, stream: EpisodeStream, weights: WeightPublisher, total_timesteps: int, merger: ConnectorMerger
 ) -> Iterator[int]:
-    owed, passed = 0.0, 0
+    by_step, frequency = model.train_freq.unit.value == "step", model.train_freq.frequency
+    passed = since = 0
     for batch in stream:
         merger.take(batch)
-        store(model, batch)
-        episodes = _count(model, batch, total_timesteps)
-        for _ in range(batch.steps):
-            model._on_step()  # DQN's target network and exploration rate
-        if (steps := min(batch.steps, model.num_timesteps - model.learning_starts)) > 0:
-            owed += _gradient_steps(model, steps, episodes)
-        passed += batch.steps if model.train_freq.unit.value == "step" else episodes
-        # All at once, as SB3 does: the target network does not move between these gradient steps.
-        if passed >= model.train_freq.frequency and owed >= 1:
-            model.train(gradient_steps=int(owed), batch_size=model.batch_size)
-            owed, passed = owed % 1, 0
+        before, steps = model.num_timesteps, batch.transitions()
+        episodes, first = _count(model, batch, total_timesteps), 0
+        while first < len(steps):
+            # Between gradient steps come as many env steps as in SB3, and none within: its target network stands still.
+            last = min(first + frequency - passed, len(steps)) if by_step else len(steps)
+            store(model, steps, slice(first, last))
+            model.num_timesteps = before + last
+            for _ in range(first, last):
+                model._on_step()  # DQN's target network and exploration rate
+            since, passed = since + last - first, passed + (last - first if by_step else episodes)
+            if passed >= frequency:
+                rounds, passed = divmod(passed, frequency)
+                due = since if model.gradient_steps < 0 else rounds * model.gradient_steps
+                if due and model.num_timesteps > model.learning_starts:
+                    model.train(gradient_steps=due, batch_size=model.batch_size)
+                since = 0
+            first = last
         if batch.steps:
             _tell(model, weights, merger)
             yield model.num_timesteps
@@ -127,24 +135,16 @@ def _off_policy(
             return
 
 
-def _gradient_steps(model: Any, steps: int, episodes: int) -> float:
-    """Return how many gradient steps SB3 would make for so many steps of one env, and ends of episodes."""
-    if model.gradient_steps < 0:
-        return float(steps)
-    passed = steps if model.train_freq.unit.value == "step" else episodes
-    return float(model.gradient_steps * passed / model.train_freq.frequency)
-
-
-def store(model: Any, batch: ChunkBatch) -> None:
-    """Add the steps of `batch` to `model.replay_buffer`, each with the true observation after it.
+def store(model: Any, steps: Transitions, rows: slice = slice(None)) -> None:
+    """Add the steps in `rows` to `model.replay_buffer`, each with the true observation after it.
 
     The buffer's arrays are then as after its `add` of each step, but are written by columns: `add` takes longer than
     all the rest of the adapter. `dones` and `timeouts` are as SB3 has them. A chunk that is cut, or whose episode was
     aborted, is not done.
     """
-    steps, buffer = batch.transitions(), model.replay_buffer
-    newest = np.arange(max(0, len(steps) - buffer.buffer_size), len(steps))
-    places = (buffer.pos + newest) % buffer.buffer_size
+    buffer, first, last = model.replay_buffer, *rows.indices(len(steps))[:2]
+    newest = np.arange(max(first, last - buffer.buffer_size), last)
+    places = (buffer.pos + newest - first) % buffer.buffer_size
     _write(buffer.observations, places, map_arrays(lambda rows: rows[newest], steps.obs))
     _write(buffer.next_observations, places, map_arrays(lambda rows: rows[newest], steps.next_obs))
     buffer.actions[places] = steps.actions[newest].reshape(len(newest), 1, buffer.action_dim)
@@ -152,8 +152,8 @@ def store(model: Any, batch: ChunkBatch) -> None:
     buffer.dones[places, 0] = (steps.terminated | steps.truncated)[newest]
     if buffer.handle_timeout_termination:
         buffer.timeouts[places, 0] = steps.truncated[newest]
-    buffer.full = bool(buffer.full or buffer.pos + len(steps) >= buffer.buffer_size)
-    buffer.pos = (buffer.pos + len(steps)) % buffer.buffer_size
+    buffer.full = bool(buffer.full or buffer.pos + last - first >= buffer.buffer_size)
+    buffer.pos = (buffer.pos + last - first) % buffer.buffer_size
 
 
 def _write(arrays: Any, places: NDArray[np.int64], obs: Any) -> None:
@@ -267,17 +267,16 @@ def _tell(model: Any, weights: WeightPublisher, merger: ConnectorMerger) -> None
         model.logger.dump(model.num_timesteps)
 
 
-def save_policy(
+def save_sb3_policy(
     run_dir: str | Path, model: Any, merger: ConnectorMerger | None = None, *, epoch: int | None = None
 ) -> Path:
     """Save what workers act with of `model` as RUN_DIR/learner.checkpoint, for `headrace evaluate` and `export`.
 
     That is the whole policy of PPO and A2C; the actor of SAC; the Q-network of DQN and its exploration rate. The counts
-    are the model's. `merger` is that of `updates`. `epoch`, and the errors, are as for
-    `headrace.learner_stub.save_policy`.
+    are the model's. `merger` is that of `updates`. `epoch`, and the errors, are as for `headrace.save_policy`.
     """
     counts = {"updates": model._n_updates, "steps": model.num_timesteps}
-    return learner_state.save_policy(run_dir, _acting(model, merger or ConnectorMerger()), epoch=epoch, **counts)
+    return save_policy(run_dir, _acting(model, merger or ConnectorMerger()), epoch=epoch, **counts)
 
 
 def _acting(model: Any, merger: ConnectorMerger) -> dict[str, Any]:

@@ -29,11 +29,23 @@ import orjson
 from numpy.typing import NDArray
 
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_WEIGHTS_SEQ
-from headrace.schemas.basics.run_files import opener, read_regular, sync_folder
-from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, is_there, reading, write_error, writing
+from headrace.schemas.basics.run_files import opener, read_object, read_regular, sync_folder
+from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
+from headrace.schemas.errors import (
+    CheckpointError,
+    DecodeError,
+    FencedError,
+    ModuleError,
+    WeightsMismatchError,
+    is_there,
+    reading,
+    write_error,
+    writing,
+)
 from headrace.schemas.frames.manifest import Buffer
 from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
-from headrace.schemas.messages.weights import CONNECTORS, join_modules, split_modules
+from headrace.schemas.messages import kind_of
+from headrace.schemas.messages.weights import CONNECTORS, check_shapes, fit_published, join_modules, split_modules
 
 log = logging.getLogger("headrace.learner")
 
@@ -74,12 +86,15 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) 
     """Replace the checkpoint at `path`, which becomes the previous one. Blocks until the new one is on disk.
 
     Raises `FencedError` when a learner of a higher epoch has written there: a learner that slept while another took its
-    place must not undo the other's work. Raises `RunDirError` when the folder cannot be written to.
+    place must not undo the other's work. Raises `RunDirError` when the folder cannot be written to, and `ModuleError`
+    for weights that do not fit the run's module. All of these leave the checkpoint as it is.
 
     `claim` writes in any case, and removes half-written files of killed learners. A learner that starts uses it to take
     over any checkpoint, even from a fleet whose epochs were lost.
     """
-    before = _whole(path) or (_whole(previous_path(path)) if claim else None)
+    newest = _whole(path)
+    before = newest or (_whole(previous_path(path)) if claim else None)
+    _check_fits(path, published_arrays(checkpoint.arrays), before)
     if claim:
         with writing(path.parent, "the checkpoint"):
             for orphan in path.parent.glob(f"{path.name}.*.new"):
@@ -96,14 +111,50 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) 
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         _write(fresh, parts)
-        with suppress(FileNotFoundError):
-            keep_as_previous(path)
+        if newest is not None:  # a damaged file must not replace a whole previous one
+            with suppress(FileNotFoundError):
+                keep_as_previous(path)
         fresh.replace(path)
         sync_folder(path.parent)
     except OSError as error:
         with suppress(OSError):  # on a disk that is read-only, for one
             fresh.unlink()
         raise write_error(str(path.parent), error, "the checkpoint") from error
+
+
+def _check_fits(path: Path, arrays: Mapping[str, NDArray[Any]], before: Checkpoint | None) -> None:
+    """Raise `ModuleError` for a policy that the run's module cannot load.
+
+    The run's module is the one that workers have told of, by the note in broker.json, or else that of `before`.
+    """
+    told = read_object(path.with_name("broker.json"))
+    modules, kinds = told.get("weight_shapes", {}), told.get("weight_kinds", {})
+    unsaved = f"nothing is saved to {path}: "
+    if not modules and before is not None:
+        unsaved = f"nothing is saved to {path}, which has a policy; to save another one there, move it away: "
+        modules, kinds = _told_by(published_arrays(before.arrays), split_modules(arrays))
+    if not modules or not arrays:
+        return
+    try:
+        fit_published(arrays, modules, kinds)
+        if all(name.startswith(CONNECTORS) for name in arrays):
+            check_shapes({}, next(iter(modules.values())))
+    except WeightsMismatchError as error:
+        differ = error.missing, error.unknown, error.shapes, error.module_id, error.dtypes
+        raise WeightsMismatchError(*differ, unsaved=unsaved) from None
+    except ModuleError as error:
+        raise ModuleError(f"{unsaved}{error}") from None
+
+
+def _told_by(
+    saved: Mapping[str, NDArray[Any]], given: Mapping[str, Any] | None
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Return shapes and kinds of saved weights by module. An only module without a name has that of `given`."""
+    nameless = next(iter(given)) if given is not None and len(given) == 1 else DEFAULT_MODULE_ID
+    by_module = split_modules(saved) or {nameless: dict(saved)}
+    own = {id: {n: a for n, a in arrays.items() if not n.startswith(CONNECTORS)} for id, arrays in by_module.items()}
+    shapes = {id: {name: array.shape for name, array in arrays.items()} for id, arrays in own.items() if arrays}
+    return shapes, {id: "".join(kind_of(array.dtype) for array in arrays.values()) for id, arrays in own.items()}
 
 
 def keep_as_previous(path: Path) -> None:

@@ -98,7 +98,9 @@ class LearnerState:
         Raises `NotFiniteError` for a policy that `WeightPublisher.publish` refuses, so that the last finite one stays;
         `allow_non_finite` is as there. Raises `EncodeError` for a value that no file can hold, `FencedError` where a
         learner of a higher epoch has written there, and `RunDirError` when the folder cannot be written to. Raises
-        `ConfigError` where the folder is a run directory, and `stream` reads for another group than the learner's.
+        `WeightsMismatchError` and `ModuleError` for a policy that does not fit the module that the workers of this
+        folder's run have told of, or else that of the file before. Raises `ConfigError` where the folder is a run
+        directory, and `stream` reads for another group than the learner's.
         """
         if stream.group != TRAIN and (self._path.parent / "broker.json").exists():
             detail = f"{self._path} is the learner's; save the state of group {stream.group!r} in another folder"
@@ -172,7 +174,8 @@ def save_policy(
     The file has no optimizer and no position in the stream, so the reference learner cannot go on from it.
 
     Raises `NotFiniteError`, `EncodeError` for a tensor that no file can hold, `FencedError` where a learner of a higher
-    epoch has written there, and `RunDirError` when the folder cannot be written to.
+    epoch has written there, and `RunDirError` when the folder cannot be written to. Raises `WeightsMismatchError` and
+    `ModuleError` for weights that do not fit, as `LearnerState.save`. All of them leave the checkpoint as it is.
     """
     path = Path(run_dir) / CHECKPOINT_FILE
     arrays = stored_arrays(as_arrays(state_dict, allow_non_finite=allow_non_finite))

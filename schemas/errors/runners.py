@@ -31,6 +31,8 @@ class WeightsMismatchError(ModuleError):
     - unknown: names that the module does not have.
     - shapes: name -> (shape of the weights, shape of the module), where they differ.
     - dtypes: name -> (dtype of the weights, dtype of the module), where a cast would change numbers.
+
+    `unsaved` begins the sentence of an error that kept weights from being saved.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class WeightsMismatchError(ModuleError):
         shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
         module_id: str = "",
         dtypes: Mapping[str, tuple[str, str]] | None = None,
+        unsaved: str = "",
     ) -> None:
         self.missing = list(missing)
         self.unknown = list(unknown)
@@ -60,7 +63,7 @@ class WeightsMismatchError(ModuleError):
             faults.append(f"{' and '.join(f'`{part}.`' for part in wrapped)} is of a wrapper (torch.compile, DDP)")
         which = f"module {module_id!r}" if module_id else "the module"
         super().__init__(
-            f"weights do not fit {which}: {'; '.join(faults)}; worker and learner must build the same module"
+            f"{unsaved}weights do not fit {which}: {'; '.join(faults)}; worker and learner must build the same module"
         )
 
 

@@ -116,7 +116,7 @@ def adapters() -> dict[str, Convert]:
     arms: dict[str, Convert] = {
         "DataLoader": partial(_each, transition_tensors),
         "SB3 fill": partial(sb3.fill, ppo),
-        "SB3 store": partial(_each, partial(sb3.store, dqn)),
+        "SB3 store": partial(_each, lambda batch: sb3.store(dqn, batch.transitions())),
     }
     if importlib.util.find_spec("torchrl"):
         from headrace.learner_stub.adapters.tensor_dicts import to_tensordict

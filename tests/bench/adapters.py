@@ -191,7 +191,7 @@ def sb3(recipe: str, mark: float, run_dir: Path, seed: int, watch: Watch) -> tup
         "cartpole.zip": str(run_dir / "model.zip"),
     }
     names = {"model": model, "enough": adapter_models.Enough(mark, watch)}
-    run_block("from headrace.learner_stub.adapters.sb3 import save_policy, updates", changes, names, run_dir)
+    run_block("from headrace.learner_stub.adapters.sb3 import save_sb3_policy, updates", changes, names, run_dir)
     return model.num_timesteps, adapter_models.mean_return(model)
 
 

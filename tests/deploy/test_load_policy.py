@@ -83,6 +83,7 @@ def test_with_spaces_no_env_is_needed(tmp_path: Path) -> None:
     spaces = game.observation_space, game.action_space
     policy = load_policy(tmp_path, settings={"sampling.env": "no_such_simulator:make"}, spaces=spaces)
     assert policy.act(SEEN).tolist() == [best_action(module, seen) for seen in SEEN]
+    (tmp_path / "learner.checkpoint").unlink()
     save_run_of_two(tmp_path)
     assert load_policy(tmp_path, spaces={"short": spaces, "long": spaces}).act(SEEN[0], module_id="long") in (0, 1)
     with pytest.raises(ConfigError, match=r"spaces: has spaces of \['short'\]; the policies are \['long', 'short'\]"):

@@ -177,6 +177,14 @@ def test_a_checkpoint_whose_folder_cannot_be_read_does_not_count_as_missing(tmp_
         load_checkpoint(tmp_path / "loop" / "learner.checkpoint")
 
 
+def test_a_save_after_damage_keeps_the_whole_previous_checkpoint(path: Path) -> None:
+    for updates in (1, 2):
+        save_checkpoint(path, _checkpoint(updates=updates))
+    path.write_bytes(path.read_bytes()[:-1])
+    save_checkpoint(path, _checkpoint(updates=3))
+    _assert_equal(load_checkpoint(previous_path(path)), _checkpoint(updates=1))
+
+
 def test_a_torn_checkpoint_without_a_previous_one_is_an_error(path: Path) -> None:
     path.write_bytes(b"\1")
     with pytest.raises(CheckpointError, match="move it away to train from the start"):

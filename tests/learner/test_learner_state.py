@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from headrace.schemas.errors import (
     ConfigError,
     EncodeError,
     FencedError,
+    ModuleError,
     NotFiniteError,
     UnreachableError,
+    WeightsMismatchError,
 )
 from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
 
@@ -211,3 +214,62 @@ def test_a_policy_that_is_not_finite_does_not_replace_the_last_finite_one(tmp_pa
     saved = state.load()
     assert saved is not None
     assert saved.updates == 2
+
+
+MODULE = {"head.weight": torch.ones(2, 3), "head.bias": torch.ones(2), "steps": torch.tensor(4)}
+NOTES = {"default_policy": {"head.weight": [2, 3], "head.bias": [2], "steps": []}}, {"default_policy": "ffi"}
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {
+    "others": ({"a": torch.zeros(3)}, r"missing \['head\.bias', 'head\.weight', 'steps'\], unknown \['a'\]"),
+    "more": ({**MODULE, "critic.w": torch.ones(2)}, r"missing \[\], unknown \['critic\.w'\]"),
+    "a-part": ({"head.bias": torch.ones(2)}, r"missing \['head\.weight', 'steps'\]"),
+    "shape": ({**MODULE, "head.bias": torch.ones(3)}, r"'head\.bias' has shape \(3,\), the module's \(2,\)"),
+    "dtype": ({**MODULE, "steps": torch.tensor(0.5)}, r"'steps' is float32, the module's int"),
+    "connectors-alone": ({"connectors/env_to_module/0.MeanStd/count": np.ones(1)}, r"missing \['head\.bias'"),
+    "of-several": ({"one": MODULE, "two": MODULE}, r"there is no module 'one|two'; this fleet's modules are"),
+}
+
+
+def note_module(folder: Path) -> None:
+    """Write what a broker notes of the module that its workers have told of."""
+    shapes, kinds = NOTES
+    (folder / "broker.json").write_bytes(orjson.dumps({"weight_shapes": shapes, "weight_kinds": kinds}))
+
+
+@pytest.mark.parametrize("known_by", ["workers", "file"])
+@pytest.mark.parametrize("unfit", UNFIT)
+def test_weights_of_another_module_than_the_runs_replace_no_file(tmp_path: Path, unfit: str, known_by: str) -> None:
+    given, why = UNFIT[unfit]
+    for updates in (1, 2):
+        save_policy(tmp_path, MODULE, updates=updates)
+    if known_by == "workers":
+        note_module(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    state = LearnerState(tmp_path)
+    for save in (save_policy, partial(state.save, Stream())):  # type: ignore[arg-type]
+        target: Any = save
+        with pytest.raises(ModuleError, match=rf"nothing is saved to {tmp_path}/learner\.checkpoint.*{why}"):
+            target(*([tmp_path] if save is save_policy else []), given)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_file_of_another_module_than_the_workers_have_is_replaced_by_theirs(tmp_path: Path) -> None:
+    save_policy(tmp_path, {"a": torch.zeros(3)})
+    with pytest.raises(WeightsMismatchError, match="which has a policy; to save another one there, move it away: "):
+        save_policy(tmp_path, MODULE)
+    note_module(tmp_path)
+    save_policy(
+        tmp_path,
+        {f"module.{name}": tensor.double() for name, tensor in MODULE.items() if name != "steps"}
+        | {"module.steps": torch.tensor(4, dtype=torch.int32)},
+    )
+    saved = LearnerState(tmp_path).load()
+    assert saved is not None
+    assert saved.policy["module.head.bias"].tolist() == [1.0, 1.0]
+
+
+def test_the_first_save_of_a_run_must_fit_its_workers(tmp_path: Path) -> None:
+    note_module(tmp_path)
+    with pytest.raises(WeightsMismatchError, match=r"missing \['head\.bias'"):
+        save_policy(tmp_path, {"a": torch.zeros(3)})
+    assert [path.name for path in tmp_path.iterdir()] == ["broker.json"]
+    save_policy(tmp_path, {"default_policy": MODULE})

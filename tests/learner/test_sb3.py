@@ -34,6 +34,7 @@ from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import MeanStd
 from headrace.workers.modules.sb3 import as_module, build
 from headrace.workers.policy.module_weights import write_weights
+from headrace.workers.trained.trained_policy import TrainedPolicy
 
 ENVS, STEPS = 4, 16
 OBS = Box(shape=(4,), dtype="<f4")
@@ -184,7 +185,7 @@ def test_the_replay_buffer_holds_what_sb3_would_collect_from_the_same_steps(
         batch = runner.sample()
     steps = batch.transitions()
     assert steps.truncated.any()
-    sb3.store(model, batch)
+    sb3.store(model, batch.transitions())
     names = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
     mine = {name: getattr(model.replay_buffer, name).copy() for name in names}
     assert (model.replay_buffer.pos, model.replay_buffer.full) == (10, True)
@@ -247,7 +248,7 @@ def test_the_replay_buffer_is_to_the_bit_as_after_its_own_add_of_each_step(kind:
         for _ in range(2)
     )
     for batch in batches:  # the second fills the buffer to its last row, and the third is larger than it
-        sb3.store(SimpleNamespace(replay_buffer=mine), batch)
+        sb3.store(SimpleNamespace(replay_buffer=mine), batch.transitions())
         add_each(theirs, batch)
         assert (mine.pos, mine.full) == (theirs.pos, theirs.full)
         for name in ("observations", "next_observations", "actions", "rewards", "dones", "timeouts"):
@@ -325,6 +326,48 @@ def test_choices_are_sampled_with_the_policys_probabilities(kind: str) -> None:
         torch.testing.assert_close(shares, probabilities.detach(), rtol=0, atol=2 / rows)
 
 
+EXPORTED: dict[str, tuple[str, Space, Space, dict[str, Any]]] = {
+    **{f"ppo-{kind}": ("PPO", OBS, space, {}) for kind, space in ACTIONS.items()},
+    "a2c-matrix": ("A2C", OBS, Box(shape=(2, 3), dtype="<f4", low=-1.0, high=1.0), {}),
+    "ppo-apart": ("PPO", OBS, Discrete(n=3), {"policy_kwargs": {"share_features_extractor": False}}),
+    "dqn": ("DQN", OBS, Discrete(n=3), {}),
+    "sac": ("SAC", OBS, Box(shape=(2,), dtype="<f4", low=(-1.0, 0.0), high=(3.0, 10.0)), {}),
+    "ppo-dict": ("PPO", Dict(spaces={"at": OBS, "n": Discrete(n=4)}), Discrete(n=3), {"policy": "MultiInputPolicy"}),
+    "sac-dict": ("SAC", Dict(spaces={"at": OBS, "n": Discrete(n=4)}), ACTIONS["box"], {"policy": "MultiInputPolicy"}),
+    "ppo-image": (
+        "PPO",
+        Box(shape=(3, 40, 40), dtype="|u1", low=0.0, high=255.0),
+        Discrete(n=3),
+        {"policy": "CnnPolicy"},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "suffix",
+    [".pt", pytest.param(".pt2", marks=pytest.mark.thorough), pytest.param(".onnx", marks=pytest.mark.thorough)],
+)
+@pytest.mark.parametrize("case", EXPORTED)
+def test_an_exported_policy_takes_sb3s_own_deterministic_actions(case: str, suffix: str, tmp_path: Path) -> None:
+    algorithm, observation, action, options = EXPORTED[case]
+    config = EnvRunnerConfig(env="CartPole-v1", module=build, module_config={"algorithm": algorithm, **options})
+    spaces = Spaces(observation=observation, action=action)
+    torch.manual_seed(0)
+    policy = TrainedPolicy(config, {"default_policy": spaces}, {})
+    module: Any = policy.module
+    with torch.no_grad():
+        for parameter in module.parameters():  # an untrained PPO's choices are nearly even
+            parameter.mul_(3.0)
+    written = policy.export_file(tmp_path / f"policy{suffix}")  # it compares the file with `act`
+    assert "the largest difference from the policy's own actions is" in written.in_words()
+    space = spaces.to_gymnasium()[0]
+    seen: list[Any] = [space.sample() for _ in range(16)]
+    is_dict = isinstance(seen[0], dict)
+    batch = {name: np.stack([one[name] for one in seen]) for name in seen[0]} if is_dict else np.stack(seen)
+    own = next(getattr(module, name) for name in ("policy", "q_net", "actor") if hasattr(module, name))
+    np.testing.assert_allclose(policy.act(batch), own.predict(batch, deterministic=True)[0], rtol=1e-4, atol=1e-5)
+
+
 def test_a_q_network_explores_at_the_rate_that_comes_with_its_weights() -> None:
     module: Any = build(Spaces(observation=OBS, action=Discrete(n=4)), algorithm="DQN")
     rows = 4000
@@ -356,23 +399,6 @@ def test_an_actor_samples_sacs_squashed_gaussian_and_maps_actions_back() -> None
     np.testing.assert_allclose(module.forward_inference({"obs": obs})["actions_for_env"], best, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "steps", "episodes", "expected"),
-    [
-        ({"train_freq": 4, "gradient_steps": 1}, 10, 0, 2.5),
-        ({"train_freq": 2, "gradient_steps": 3}, 10, 7, 15.0),
-        ({"train_freq": 4, "gradient_steps": -1}, 10, 0, 10.0),
-        ({"train_freq": (2, "episode"), "gradient_steps": 5}, 10, 3, 7.5),
-    ],
-    ids=["every-4", "3-every-2", "as-many-as-steps", "by-episodes"],
-)
-def test_as_many_gradient_steps_are_due_as_sb3_would_make(
-    options: dict[str, Any], steps: int, episodes: int, expected: float
-) -> None:
-    model = DQN("MlpPolicy", make_cart(), buffer_size=40, device="cpu", **options)
-    assert sb3._gradient_steps(model, steps, episodes) == expected
-
-
 class Recorded(list[ChunkBatch]):
     """Batches in place of a stream."""
 
@@ -390,29 +416,49 @@ class NoFleet:
         pass
 
 
+@pytest.mark.parametrize("batch_steps", [8, 24, 10])
 @pytest.mark.parametrize(
     "options",
     [
         {"train_freq": 32, "gradient_steps": 16, "learning_starts": 0},
         {"train_freq": 16, "gradient_steps": -1, "learning_starts": 0},
         {"train_freq": 32, "gradient_steps": 1, "learning_starts": 64},
+        {"train_freq": 1, "gradient_steps": 1, "learning_starts": 20},
+        {"train_freq": 3, "gradient_steps": 0, "learning_starts": 20},
     ],
-    ids=["16-every-32", "as-many-as-steps", "late"],
+    ids=["16-every-32", "as-many-as-steps", "late", "1-every-1", "none"],
 )
-def test_dqn_trains_all_at_once_after_as_many_steps_as_by_itself(options: dict[str, Any]) -> None:
-    trained: dict[str, list[tuple[int, int]]] = {"alone": [], "fleet": []}
+def test_dqn_trains_after_the_same_steps_as_by_itself_whatever_the_size_of_batches(
+    options: dict[str, Any], batch_steps: int
+) -> None:
+    trained: dict[str, list[tuple[int, int, int]]] = {"alone": [], "fleet": []}
     models = {name: DQN("MlpPolicy", make_cart(), buffer_size=200, device="cpu", **options) for name in trained}
 
     def note(name: str, gradient_steps: int, batch_size: int) -> None:
-        trained[name].append((models[name].num_timesteps, gradient_steps))
+        replay: Any = models[name].replay_buffer
+        trained[name].append((models[name].num_timesteps, gradient_steps, replay.size()))
 
     for name, model in models.items():
         vars(model)["train"] = partial(note, name)
-    models["alone"].learn(128)
+    models["alone"].learn(120)
     with SingleAgentEnvRunner(EnvRunnerConfig(env="CartPole-v1", num_envs=1, seed=0)) as runner:
-        batches = Recorded(runner.sample(num_timesteps=8) for _ in range(16))
-    assert trained_on(models["fleet"], batches, 128) == list(range(8, 129, 8))
-    assert trained["fleet"] == trained["alone"]
+        batches = Recorded(runner.sample(num_timesteps=batch_steps) for _ in range(120 // batch_steps))
+    assert trained_on(models["fleet"], batches, 120) == list(range(batch_steps, 121, batch_steps))
+    assert trained["fleet"] == [row for row in trained["alone"] if row[0] <= 120]
+    assert bool(trained["fleet"]) == bool(options["gradient_steps"])
+
+
+@pytest.mark.parametrize(
+    ("gradient_steps", "due"), [(5, lambda steps, ends: 5 * (ends // 2)), (-1, lambda steps, _: steps)]
+)
+def test_dqn_trains_for_each_so_many_episodes(gradient_steps: int, due: Callable[[int, int], int]) -> None:
+    options: dict[str, Any] = {"train_freq": (2, "episode"), "gradient_steps": gradient_steps, "learning_starts": 0}
+    model, trained = DQN("MlpPolicy", make_cart(), buffer_size=300, device="cpu", **options), [0]
+    vars(model)["train"] = lambda gradient_steps, batch_size: trained.append(gradient_steps)
+    with SingleAgentEnvRunner(EnvRunnerConfig(env="CartPole-v1", num_envs=1, seed=0)) as runner:
+        batches = Recorded(runner.sample(num_episodes=2) for _ in range(3))
+    trained_on(model, batches, 10**6)
+    assert sum(trained) == due(model.num_timesteps, 6)
 
 
 def test_the_module_takes_the_weights_by_their_names_in_sb3() -> None:
@@ -531,7 +577,7 @@ def test_what_connectors_learn_is_published_and_saved(algorithm: Any, tmp_path: 
     seen = int(merger.get_state()["connectors/env_to_module/0.MeanStd/obs/count"][0])
     assert (counts[0], counts[-1]) == (0, seen)
     assert seen > sum(batch.steps for batch in batches)
-    saved = published_arrays(load_checkpoint(sb3.save_policy(tmp_path, model, merger)).arrays)  # type: ignore[union-attr]
+    saved = published_arrays(load_checkpoint(sb3.save_sb3_policy(tmp_path, model, merger)).arrays)  # type: ignore[union-attr]
     assert {name: saved[name].tolist() for name in merger.get_state()} == {
         name: array.tolist() for name, array in merger.get_state().items()
     }
@@ -543,7 +589,7 @@ def test_what_connectors_learn_is_published_and_saved(algorithm: Any, tmp_path: 
 def test_what_the_adapter_saves_of_a_model_acts(algorithm: Any, tmp_path: Path) -> None:
     env = "Pendulum-v1" if algorithm is SAC else "CartPole-v1"
     model = algorithm("MlpPolicy", env, device="cpu")
-    arrays = published_arrays(load_checkpoint(sb3.save_policy(tmp_path, model)).arrays)  # type: ignore[union-attr]
+    arrays = published_arrays(load_checkpoint(sb3.save_sb3_policy(tmp_path, model)).arrays)  # type: ignore[union-attr]
     config = EnvRunnerConfig(
         env=env, module="headrace.workers.modules.sb3:build", module_config={"algorithm": algorithm.__name__}
     )

@@ -92,7 +92,7 @@ def test_dqn_trains_on_each_step_that_comes_and_sets_the_workers_rate_of_explora
     assert last == model.num_timesteps >= 320
     assert model.replay_buffer is not None
     assert model.replay_buffer.size() == last
-    assert model._n_updates == (last - 70) // 4, "one for 4 steps, after the first 70"
+    assert model._n_updates == last // 4 - 70 // 4, "one at each fourth step, after the first 70"
     assert (model.q_net_target.state_dict()["q_net.0.weight"] != target).any()
     assert logged["train/loss"] > 0
     rates = [float(state["exploration_rate"]) for state in published]

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.sessions.core import BrokerCore
-from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher, save_policy
+from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import (
     EncodeError,
@@ -289,6 +290,18 @@ def test_kinds_of_number_are_checked_by_what_workers_tell(dtypes: Any, refused: 
     assert seen == refused
     for unknown in ({}, {"one": ""}, {"one": "???"}, {"two": "fib"}):
         fit_published(given, told["weight_shapes"], unknown)
+
+
+def test_a_save_is_checked_against_what_workers_told_also_once_they_are_gone(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, SECTIONS):
+        wait_until(lambda: read_object(tmp_path / "broker.json")["weight_shapes"], "the broker to note the weights")
+    wait_until(lambda: not broker.ask(lambda its: its.core.weights_told), "the worker to be gone")
+    fit = constant_value(CART_POLE, 1.0)
+    with pytest.raises(WeightsMismatchError, match=r"nothing is saved to .*missing \[\], unknown \['extra'\]"):
+        save_policy(tmp_path, {**fit, "extra": np.zeros(1)})
+    assert save_policy(tmp_path, fit).exists()
 
 
 def test_weight_shapes_too_large_for_a_message_are_left_out() -> None:

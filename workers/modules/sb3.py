@@ -146,11 +146,28 @@ class Sb3ActorCritic(nn.Module):
     def _answer(self, obs: Any, distribution: Distribution, actions: Tensor) -> dict[str, Any]:
         values = self.policy.predict_values(obs)[:, 0]
         answer = {"logp": distribution.log_prob(actions), "values": values}
-        shaped = actions.reshape(len(values), *(self.policy.action_space.shape or ()))
+        return {**self._shaped(actions), **answer}
+
+    def torch_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Take the mode for an export, which cannot hold SB3's objects of distributions: they check their values."""
+        policy = self.policy
+        features = super(ActorCriticPolicy, policy).extract_features(batch["obs"], policy.pi_features_extractor)
+        made = policy.action_net(policy.mlp_extractor.forward_actor(features))
+        match policy.action_dist:
+            case CategoricalDistribution():
+                made = made.argmax(1)
+            case MultiCategoricalDistribution(action_dims=sizes):
+                made = torch.stack([logits.argmax(1) for logits in made.split(list(sizes), 1)], 1)
+            case BernoulliDistribution():
+                made = (made > 0).float()
+        return self._shaped(made)
+
+    def _shaped(self, actions: Tensor) -> dict[str, Tensor]:
+        shaped = actions.reshape(-1, *(self.policy.action_space.shape or ()))
         if self._box is None:
-            return {"actions": shaped, **answer}
+            return {"actions": shaped}
         shaped = shaped.to(self.low.dtype)
-        return {"actions": shaped, "actions_for_env": shaped.clamp(self.low, self.high), **answer}
+        return {"actions": shaped, "actions_for_env": shaped.clamp(self.low, self.high)}
 
     def policy_actions(self, env_actions: dict[str, Any]) -> dict[str, Any]:
         """Return the actions, by column, for which the env gets `env_actions`: the same ones."""
@@ -216,7 +233,7 @@ class Sb3Actor(nn.Module):
 
     def _answer(self, gaussian: Tensor) -> dict[str, Any]:
         low, span = self.low, self.high - self.low
-        actions = torch.tanh(gaussian).reshape(len(gaussian), *low.shape).to(low.dtype)
+        actions = torch.tanh(gaussian).reshape(-1, *low.shape).to(low.dtype)
         return {"actions": actions, "actions_for_env": low + 0.5 * (actions + 1.0) * span}
 
     def policy_actions(self, env_actions: dict[str, Any]) -> dict[str, Any]:
