@@ -124,7 +124,7 @@ class RunningFleet:
     """
 
     def __init__(self, path: Path, options: list[str], folders: list[str]) -> None:
-        self.path = path
+        self.path = path.absolute()
         """The run directory, for `headrace why`, `headrace audit` and others."""
         self._connections: list[weakref.ref[EpisodeStream | TaskPublisher | WeightPublisher]] = []
         self._has_told = False
@@ -282,7 +282,7 @@ class _OwnFleet:
     """The addresses of a fleet whose `headrace up` is a process of this program. No other start of it is due."""
 
     def __init__(self, path: Path, process: subprocess.Popen[str]) -> None:
-        self.path = path
+        self.path = path.absolute()
         self._in_run_dir = RunDirAddresses(path, running=True)
         self._process = process
         self._say_at = time.monotonic() + _QUIET_S
