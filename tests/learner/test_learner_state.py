@@ -211,3 +211,20 @@ def test_a_policy_that_is_not_finite_does_not_replace_the_last_finite_one(tmp_pa
     saved = state.load()
     assert saved is not None
     assert saved.updates == 2
+
+
+@pytest.mark.parametrize("name", ["x", "a/x", "./x"])
+def test_a_state_stays_in_its_folder_when_the_working_directory_changes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trial").mkdir()
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path)
+    state = LearnerState(name)
+    monkeypatch.chdir(tmp_path / "trial")
+    saved = state.save(Stream(), nn.Linear(1, 1).state_dict(), number=3)  # type: ignore[arg-type]
+    assert saved == tmp_path / name / "learner.checkpoint"
+    monkeypatch.chdir(tmp_path)
+    loaded = LearnerState(name).load()
+    assert loaded is not None
+    assert loaded.more == {"number": 3}
