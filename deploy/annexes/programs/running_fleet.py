@@ -127,10 +127,10 @@ class RunningFleet:
     """
 
     def __init__(self, path: Path, options: list[str], folders: list[str]) -> None:
-        for other in _open:
-            log.warning("the fleet in %s, which this program has started, still runs; its close() ends it", other.path)
         self.path = path.absolute()
         """The run directory, for `headrace why`, `headrace audit` and others."""
+        for other in _open:
+            log.warning("the fleet in %s, which this program has started, still runs; its close() ends it", other.path)
         self._connections: list[weakref.ref[EpisodeStream | TaskPublisher | WeightPublisher]] = []
         self._has_told = False
         self._errors: list[str] = []
