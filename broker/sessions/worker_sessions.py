@@ -382,10 +382,13 @@ class WorkerSessions:
         self.close_dead(now)
 
     def close_dead(self, now: float) -> None:
-        """Close the books of all workers reported dead, once the learner has said which batches it has."""
-        if self._ends and self._store.is_reconciled:
-            ends, self._ends = self._ends, {}
-            for peer, words in ends.values():
+        """Close the books of all workers reported dead, once the learner has said which batches it has.
+
+        Without a learner ever, close those of workers that never cut a batch at once: there is nothing to say.
+        """
+        for life, (peer, words) in [*self._ends.items()]:
+            if self._store.is_reconciled or not (self._state.epoch or words.totals.seq):
+                del self._ends[life]
                 self._close_books(peer, words, now)
 
     def _close_books(self, peer: Peer | None, words: LastWords, now: float) -> None:

@@ -30,7 +30,6 @@ from headrace.deploy.run.run_dir import KEYS_FOLDER, new_run_dir
 from headrace.deploy.run.several_brokers import whole_run_dir
 from headrace.deploy.terminal.logs import wants_tracebacks
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
-from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, machine_error
 
 if TYPE_CHECKING:
@@ -65,8 +64,8 @@ def main() -> None:
         if told is None:
             raise
         if wants_tracebacks():
-            traceback.print_exc()
-        say(printable(f"error: {told}"), sys.stderr)
+            say(traceback.format_exc().rstrip(), sys.stderr)
+        say(f"error: {told}", sys.stderr)
         write_exit_record(exit_record_at, told.exit_code, str(told))
         sys.exit(int(told.exit_code))
     except SystemExit as end:  # typer raises it at the end of a command, also for wrong arguments
@@ -84,7 +83,7 @@ def command_line() -> Callable[[], None]:
 @app.callback(invoke_without_command=True)
 def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
     if show_version:
-        typer.echo(f"headrace {version('headrace')}")
+        say(f"headrace {version('headrace')}")
         raise typer.Exit
 
 
@@ -133,7 +132,7 @@ def up(
         groups = {"record": "wait", **asked.settings.broker.consumer_groups}
         asked = asked.with_flags({"broker.consumer_groups": groups})
     if print_config:
-        typer.echo(as_toml(asked), nl=False)
+        say(as_toml(asked).rstrip())
         return
     summary = run_fleet(
         asked.settings,
@@ -187,11 +186,11 @@ def _print_end(summary: Summary, config: FleetConfig, *, as_json: bool) -> None:
 
     with ignore_closed_reader(sys.stdout):
         if as_json:
-            typer.echo(summary.as_json().decode())
+            say(summary.as_json().decode())
         elif summary.failure is None or summary.steps:
             print_summary(summary, sys.stdout)
             if line := next_command(summary, config):
-                typer.echo(f"play its policy: {line}")
+                say(f"play its policy: {line}")
 
 
 @command(app, "headrace scale 8", "headrace scale 0 --run-dir runs/a", options="workers run_dir config")
@@ -207,7 +206,7 @@ def scale(
     """
     from headrace.deploy.fleet.scale import scale as scale_run
 
-    scale_run(asked.run_dir(), workers, typer.echo)
+    scale_run(asked.run_dir(), workers, say)
 
 
 @command(

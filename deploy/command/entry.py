@@ -14,13 +14,17 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
 
-from headrace.deploy.terminal.std_streams import open_std_streams
+from headrace.deploy.terminal.std_streams import open_std_streams, say
 
 UNHEALTHY = 21
 """Exit code FINDINGS of `schemas.errors.ExitCode`, which takes longer to import than the whole probe."""
+
+_CONFIG = 3
+"""Its exit code CONFIG."""
 
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended: 128 and the number of SIGINT, as shells have it."""
@@ -47,6 +51,9 @@ def main() -> None:
     """
     signal.signal(signal.SIGINT, _on_interrupt)
     open_std_streams()  # an import may leave a file open, which would get the number of a closed stream
+    if fault := _fault_of_place():
+        say(f"error: {fault}", sys.stderr)
+        sys.exit(_CONFIG)
     if sys.argv[1:2] == ["health"]:
         _answer_plain_probe(sys.argv[2:])
     status: object = 0
@@ -62,11 +69,22 @@ def main() -> None:
     except SystemExit as end:
         status = end.code
     except Exception:  # noqa: BLE001 - the interpreter would show it too, and then wait for all threads
-        sys.excepthook(*sys.exc_info())
+        say(traceback.format_exc().rstrip(), sys.stderr)
         status = 1
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     end_process(status, _PATIENCE_OF_UP_S if sys.argv[1:2] == ["up"] else _PATIENCE_S)
     sys.exit(status)  # type: ignore[arg-type]  # Python reports output that cannot be written, or a message
+
+
+def _fault_of_place() -> str:
+    """Return why no command can run in this working directory and locale; "" where it can."""
+    try:
+        "".join((os.getcwd(), *sys.argv)).encode()  # noqa: PTH109 - pathlib takes its time to import
+    except OSError:
+        return "the working directory was removed; change to another one"
+    except UnicodeEncodeError:
+        return "the working directory, or a name given, has characters that this locale lacks; set LC_ALL=C.UTF-8"
+    return ""
 
 
 def _import_command_line() -> Callable[[], None]:
@@ -168,7 +186,7 @@ def _say_left(what: str, names: list[str]) -> None:
         from headrace.deploy.process.child import LEFT
 
         with contextlib.suppress(OSError, ValueError):
-            print(f"{LEFT}{what} {', '.join(map(repr, names))}", file=sys.stderr, flush=True)  # noqa: T201
+            say(f"{LEFT}{what} {', '.join(map(repr, names))}", sys.stderr)
 
 
 def _answer_plain_probe(words: list[str]) -> None:
@@ -178,7 +196,7 @@ def _answer_plain_probe(words: list[str]) -> None:
     question = asked_plainly(words)
     if question is not None:
         healthy, sentence = answer(question)
-        print(sentence)  # noqa: T201
+        say(sentence)
         sys.exit(0 if healthy else UNHEALTHY)
 
 

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import orjson
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from headrace.deploy.command.option_table import command
+from headrace.deploy.terminal.console import PrintableConsole
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import KeysError
 
 _ROLES = "worker, supervisor, learner, env-host or client"
@@ -48,7 +48,7 @@ def init(
     from headrace.deploy.run.key_pairs import make_keys, what_to_copy
 
     make_keys(folder, force=force)
-    typer.echo(what_to_copy(folder.absolute()))
+    say(what_to_copy(folder.absolute()))
 
 
 @command(
@@ -64,7 +64,7 @@ def add(role: Role, group: Group = "", folder: Folder = Path("keys")) -> None:
     """
     from headrace.deploy.run.key_pairs import add_key, where_to_copy
 
-    typer.echo(where_to_copy(folder.absolute(), add_key(folder, role, group)))
+    say(where_to_copy(folder.absolute(), add_key(folder, role, group)))
 
 
 @command(app, "headrace keys list", "headrace keys list --dir /etc/headrace/keys --json", name="list")
@@ -78,9 +78,9 @@ def list_keys(*, folder: Folder = Path("keys"), as_json: bool) -> None:
     rows, wrong = listed_keys(folder), wrong_files(folder)
     if as_json:
         problems = [str(error) for error in wrong]
-        typer.echo(orjson.dumps({"dir": str(folder.absolute()), "keys": rows, "problems": problems}).decode())
+        say(orjson.dumps({"dir": str(folder.absolute()), "keys": rows, "problems": problems}).decode())
     else:
-        Console().print(_table(rows))
+        PrintableConsole().print(_table(rows))
     if wrong:
         others = f"; nor can {', '.join(Path(error.path).name for error in wrong[1:9])}" if len(wrong) > 1 else ""
         raise KeysError(wrong[0].path, f"{wrong[0].reason}{others}")
@@ -90,7 +90,7 @@ def _table(rows: list[dict[str, str]]) -> Table:
     table = Table("role", "group", "fingerprint", "key in logs", "state")
     for row in rows:
         shown = f"{row['public'][:8]}..." if row["public"] else "-"
-        table.add_row(row["role"], row["group"] or "-", row["fingerprint"] or "-", escape(shown), row["state"])
+        table.add_row(row["role"], row["group"] or "-", row["fingerprint"] or "-", shown, row["state"])
     return table
 
 
@@ -103,10 +103,10 @@ def revoke(role: Role, group: Group = "", folder: Folder = Path("keys")) -> None
     from headrace.deploy.run.key_pairs import revoke_key
 
     key, path = revoke_key(folder, role, group)
-    typer.echo(f"revoked in {folder.absolute()}: {key.name}, {key.fingerprint}")
+    say(f"revoked in {folder.absolute()}: {key.name}, {key.fingerprint}")
     if role in ("env-host", "client"):
-        typer.echo(f"Copy {path.name} to each worker's machine that serves such peers.")
-    typer.echo(f"headrace keys add {role}{f' --group {group}' if group else ''} makes another.")
+        say(f"Copy {path.name} to each worker's machine that serves such peers.")
+    say(f"headrace keys add {role}{f' --group {group}' if group else ''} makes another.")
 
 
 @command(
@@ -126,4 +126,4 @@ def redis(
     """
     from headrace.deploy.run.redis_users import make_users, what_to_do
 
-    typer.echo(what_to_do(folder, fleet_id, make_users(folder, fleet_id, force=force)))
+    say(what_to_do(folder, fleet_id, make_users(folder, fleet_id, force=force)))

@@ -12,6 +12,7 @@ import typer
 from headrace.deploy.command.option_table import command
 from headrace.deploy.run.health import WITHIN_S
 from headrace.deploy.run.options import Asked, chosen_run, named_fleet, named_redis, resolve_each
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def health(
     from headrace.deploy.run.health import Question, answer
 
     healthy, sentence = answer(Question(role, asked.run_dir(), ready), within_s)
-    typer.echo(sentence)
+    say(sentence)
     raise typer.Exit(ExitCode.OK if healthy else ExitCode.FINDINGS)
 
 

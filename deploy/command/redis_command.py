@@ -9,7 +9,7 @@ import typer
 
 from headrace.deploy.command.option_table import command
 from headrace.deploy.run.options import named_redis
-from headrace.schemas.basics.printable import printable
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ConfigError, RedisUnavailableError
 from headrace.schemas.settings.redis_url import without_password
 
@@ -54,4 +54,4 @@ def forget(
             raise RedisUnavailableError(without_password(url), str(error), _TIMEOUT_S, advice) from error
         except REDIS_FAILURES as error:
             raise unusable(url, error, _TIMEOUT_S) from error
-    typer.echo(f"removed {len(names)} keys of fleet {printable(fleet)}")
+    say(f"removed {len(names)} keys of fleet {fleet}")

@@ -21,6 +21,7 @@ from headrace.deploy.run.ports import check_ports
 from headrace.deploy.run.redis_server import check_url, find_server
 from headrace.deploy.run.resume import write_settings
 from headrace.deploy.run.run_dir import RunDir, write_private
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.settings.config import FleetConfig
 
@@ -114,7 +115,7 @@ def _error(child: Child, returncode: int) -> FleetError:
     """Return the error with which the process ended, and show what user code has printed."""
     for line in takewhile(lambda line: not line.startswith("error: "), child.log_lines(60)):
         if not line.startswith(STEP):
-            print(line, file=sys.stderr)  # noqa: T201
+            say(line, sys.stderr)
     record = child.exit_record
     if record is not None and record.sentence:
         return FleetError(record.sentence, ExitCode(record.exit_code))

@@ -421,7 +421,7 @@ class Fleet:
         def over() -> bool:
             return done() or self.supervisor.failure is not None or self.stop_asked
 
-        self.loop.wait(over, deadline_s, lambda: what)
+        self.loop.wait(over, deadline_s, lambda: what, logging.WARNING)
 
     def drain(self, *, at_goal: bool = False) -> None:
         """Stop everything in the order in which nothing is lost. `at_goal`: no start of the fleet is due after it.

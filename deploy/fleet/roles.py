@@ -275,7 +275,7 @@ def _health_file(config: FleetConfig, role: str) -> HealthFile:
     watched = LivenessFile.from_environment()
     if not watched.is_watched:
         part("warn_of_limits")(config, role)
-    run_dir, sampling = Path(config.fleet.run_dir) if config.fleet.run_dir else None, config.sampling
+    run_dir, sampling = Path(config.fleet.run_dir).absolute() if config.fleet.run_dir else None, config.sampling
     first_env_s = sampling.construct_timeout_s if role == ENV_HOST else 0.0
     return HealthFile(
         run_dir,
@@ -304,4 +304,4 @@ def no_exit_from(error_type: type[HeadraceError], whose: str) -> Iterator[None]:
 def _folder(path: Path) -> Path:
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
-    return path
+    return path.absolute()  # an env or a module may change the working directory

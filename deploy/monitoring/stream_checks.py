@@ -121,7 +121,7 @@ def _failing(facts: Facts, kind: str, slots: Sequence[int]) -> Observation:
     states, names = [told_of[slot] for slot in slots], [f"worker-{slot}" for slot in slots]
     of = names[0] if len(names) == 1 else f"{len(names)} of {len(facts.snapshot.workers)} workers"
     age_s, newest = number(states[0].get("env_failure_age_s")), f" ({names[0]})" if len(names) > 1 else ""
-    told = "".join(c if c.isprintable() else "?" for c in str(states[0].get("env_failure", ""))[:MOST_SHORT_DETAIL])
+    told = one_line(str(states[0].get("env_failure", ""))[:MOST_SHORT_DETAIL])
     count, down, num_envs = (
         sum(number(state.get(name)) for state in states) for name in ("env_failures", "envs_lost", "num_envs")
     )

@@ -12,8 +12,7 @@ import orjson
 from headrace.deploy.monitoring.bottleneck import Bottleneck, find_bottleneck
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding, find, verdict
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
-from headrace.schemas.basics.printable import printable
+from headrace.deploy.terminal.std_streams import say
 
 
 def why(reader: FactsReader, *, as_json: bool, stream: TextIO = sys.stdout) -> list[Finding]:
@@ -22,8 +21,7 @@ def why(reader: FactsReader, *, as_json: bool, stream: TextIO = sys.stdout) -> l
     findings = find(facts)
     told = _as_json if as_json else _as_text
     text = told(facts, verdict(facts, findings), findings, find_bottleneck(facts, findings))
-    with ignore_closed_reader(stream):
-        print(text, file=stream, flush=True)
+    say(text, stream)
     return findings
 
 
@@ -37,7 +35,7 @@ def _as_text(facts: Facts, line: str, findings: list[Finding], limit: Bottleneck
         lines += [f"  limit: {one.limit}"] if one.limit else []
         lines += [f"  try:   {one.command or one.remedy}"] if one.command or one.remedy else []
         lines += [f"  kind:  {one.kind}"]
-    return printable("\n".join(lines))
+    return "\n".join(lines)
 
 
 def _as_json(facts: Facts, line: str, findings: list[Finding], limit: Bottleneck | None) -> str:

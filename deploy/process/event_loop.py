@@ -104,7 +104,9 @@ class EventLoop:
             self.turn(min(left, 0.1))
         return True
 
-    def wait(self, done: Callable[[], bool], deadline_s: float, what: Callable[[], str]) -> bool:
+    def wait(
+        self, done: Callable[[], bool], deadline_s: float, what: Callable[[], str], level: int = logging.INFO
+    ) -> bool:
         """Turn until `done()`, as `turn_until`, and log every 5 s that it waits for `what()`."""
         began, waited_s = time.monotonic(), 0.0
         while waited_s < deadline_s:
@@ -112,7 +114,7 @@ class EventLoop:
                 return True
             waited_s = time.monotonic() - began
             if waited_s < deadline_s:
-                log.info("waiting for %s (%.0f s of at most %.0f s)", what(), waited_s, deadline_s)
+                log.log(level, "waiting for %s (%.0f s of at most %.0f s)", what(), waited_s, deadline_s)
         return False
 
 

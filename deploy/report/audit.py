@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 import orjson
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +31,8 @@ from headrace.deploy.report.group_audit import group_problems, off_balance
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.redis_server import serving
 from headrace.deploy.run.redis_view import FleetView, Snapshot
+from headrace.deploy.terminal.console import PrintableConsole
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import Count, FleetLedger, LedgerRow
 from headrace.schemas.accounts.lifetime_counters import row_counters
@@ -40,7 +42,6 @@ from headrace.schemas.errors import RunDirError
 F = TypeVar("F")
 T = TypeVar("T")
 
-FILE_WIDTH = 160
 """Columns of a table that goes to a file or a pipe, which has no width of its own."""
 CATCH_UP_S = 5.0
 PAUSE_S = 0.25
@@ -222,9 +223,9 @@ def audit_run(run_dir: Path, *, as_json: bool, stream: TextIO, named: tuple[str,
     snapshot, problems = read_and_audit(run_dir, named)
     warned = warnings(snapshot)
     if as_json:
-        print(orjson.dumps(_as_json(snapshot, problems, warned)).decode(), file=stream)
+        say(orjson.dumps(_as_json(snapshot, problems, warned)).decode(), stream)
     else:
-        Console(file=stream, width=None if stream.isatty() else FILE_WIDTH).print(render(snapshot, problems, warned))
+        PrintableConsole(stream).print(render(snapshot, problems, warned))
     return problems
 
 

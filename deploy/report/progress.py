@@ -9,17 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from headrace.deploy.run.evaluation_log import describe
 from headrace.deploy.run.goal import EPISODES_NEEDED, Goal, RunNumbers
 from headrace.deploy.run.redis_view import Snapshot
+from headrace.deploy.terminal.console import PrintableConsole
 from headrace.deploy.terminal.logs import chosen_output
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
 from headrace.schemas.accounts.figures import added_up
 from headrace.schemas.accounts.redis_keys import revoked_sessions
 from headrace.schemas.basics.bounds import MOST_COUNT
@@ -176,17 +177,13 @@ def env_failures(snapshot: Snapshot) -> str:
         return ""
     age_s, slot, state = min(failed, key=lambda one: one[0])
     total = sum(number(state["env_failures"]) for _, _, state in failed)
-    newest = _printable(str(state.get("env_failure", "")))
+    newest = one_line(str(state.get("env_failure", ""))[:MOST_SHORT_DETAIL])
     told = f"{total:,.0f}, the newest {age_s:.0f} s ago (worker-{slot}: {newest})"
     if len(snapshot.errors) < 2:
         return told
     first = min(snapshot.errors.values(), key=lambda group: group.first_unix_s)
-    cause = _printable(f"{first.kind}: {first.exception}: {first.message}")
+    cause = one_line(f"{first.kind}: {first.exception}: {first.message}"[:MOST_SHORT_DETAIL])
     return f"{told}, the first ({cause}, {first.count:,} of this kind)"
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:MOST_SHORT_DETAIL])
 
 
 def duration(seconds: float) -> str:
@@ -257,7 +254,7 @@ class ProgressDisplay:
             if self._live is not None:
                 self._live.update(progress_table(view), refresh=True)
             else:
-                print(view.in_one_line(), file=self._stream, flush=True)
+                say(view.in_one_line(), self._stream)
 
 
 def _live(stream: TextIO) -> Live | None:
@@ -266,7 +263,7 @@ def _live(stream: TextIO) -> Live | None:
     Log lines appear above its table, if they go to the same terminal. The table goes away at the end: old numbers, and
     a bar that stands still, would stay between the log and the result.
     """
-    console = Console(file=stream)
+    console = PrintableConsole(stream)
     if not stream.isatty() or console.is_dumb_terminal:
         return None
     return Live(console=console, auto_refresh=False, transient=True, redirect_stderr=sys.stderr.isatty())
@@ -276,9 +273,9 @@ def progress_table(view: ProgressView) -> Table:
     """Return the rows of `view`, with a bar for the way to the goal."""
     table = Table.grid(padding=(0, 2))
     for what, value in view.rows():
-        shown: RenderableType = escape(value)
+        shown: RenderableType = value
         if what == "goal":
             shown = Table.grid(padding=(0, 1))
-            shown.add_row(ProgressBar(total=1.0, completed=view.share_done, width=_BAR_WIDTH), escape(value))
-        table.add_row(f"[dim]{what}[/dim]", shown)
+            shown.add_row(ProgressBar(total=1.0, completed=view.share_done, width=_BAR_WIDTH), value)
+        table.add_row(Text(what, style="dim"), shown)
     return table

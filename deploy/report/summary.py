@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import orjson
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from headrace.deploy.process.supervisor import Service
@@ -30,6 +28,7 @@ from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.deploy.run.goal import RunNumbers
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.run_dir import write_private
+from headrace.deploy.terminal.console import PrintableConsole
 from headrace.schemas.accounts.env_errors import EnvErrorGroup
 from headrace.schemas.accounts.ledger import FleetLedger
 from headrace.schemas.basics.run_files import read_object
@@ -121,7 +120,7 @@ class Summary:
 
 def print_summary(summary: Summary, stream: TextIO) -> None:
     """Print the final table with the ledger."""
-    console = Console(file=stream)
+    console = PrintableConsole(stream)
     table = Table(title=f"fleet {summary.fleet_id}", title_justify="left", show_header=False)
     steps_per_s, episodes_per_s = summary.rates.values()
     goal = "not reached" if summary.failure else "none reached; a signal ended the run"
@@ -137,7 +136,7 @@ def print_summary(summary: Summary, stream: TextIO) -> None:
         table.add_row(what, value)
     console.print(table)
     if summary.bottleneck:
-        console.print(escape(summary.bottleneck))
+        console.print(summary.bottleneck)
     if summary.ledger is None:
         console.print("ledger: not known, since Redis was not started, or did not answer at the end")
     else:

@@ -16,7 +16,6 @@ import orjson
 import typer
 
 from headrace.deploy.terminal.std_streams import say
-from headrace.schemas.basics.printable import printable
 
 MOST_ALIKE, ALIKE_S = 10, 10.0
 MOST_KINDS = 64
@@ -124,7 +123,7 @@ class Readable(logging.Formatter):
         """Format the record as one line, with its traceback below it if it has one."""
         level = "" if record.levelno == logging.INFO else f" {record.levelname}"
         text = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {self._who}{level} {record.getMessage()}"
-        return printable(f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text)
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
 @dataclass(slots=True)

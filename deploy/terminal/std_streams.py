@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TextIO
 
+from headrace.schemas.basics.printable import printable
+
 _terminal = threading.RLock()
 
 
@@ -51,8 +53,8 @@ def ignore_closed_reader(stream: TextIO) -> Iterator[None]:
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
-    """Print a line to `stream`, by default stdout, as in `ignore_closed_reader`."""
-    stream = stream or sys.stdout
+    """Print a `printable` line to `stream`, by default stdout, as in `ignore_closed_reader`."""
+    stream, line = stream or sys.stdout, printable(line)
     try:
         with ignore_closed_reader(stream):
             print(line, file=stream, flush=True)

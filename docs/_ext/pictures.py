@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from PIL import Image
-from rich.console import Console, Group
+from rich.console import Console, Group  # noqa: TID251 - it draws pictures
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))

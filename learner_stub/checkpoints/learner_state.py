@@ -60,7 +60,7 @@ class LearnerState:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._path = Path(folder) / CHECKPOINT_FILE
+        self._path = Path(folder).absolute() / CHECKPOINT_FILE
         self._found: object = _identity(self._path)
         """The file that the first save takes over whatever its epoch, as of a fleet whose epochs were lost."""
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
     r"""Return `text` with control characters as escapes such as \x1b. Newlines and tabs stay.
 
-    A terminal obeys some of them: they move the cursor, colour or hide text, or turn its direction around.
+    A terminal obeys some of them: they move the cursor, colour or hide text, or turn its direction around. JSON stays
+    the same JSON: it has escapes of its own for those below a space.
     """
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1] if found[0] < " " else f"\\u{ord(found[0]):04x}", text)
 
 
 def one_line(text: str) -> str:

@@ -145,7 +145,7 @@ def expected_key(keys: ClientKeys | None) -> str:
 def keys_folder(named: str | os.PathLike[str] | None) -> Path | None:
     """Return the folder of keys that is named; with None, the one in the environment. "" is no folder."""
     folder = os.fspath(named) if named is not None else os.environ.get(DIR_VARIABLE, "")
-    return Path(folder).expanduser() if folder else None
+    return Path(folder).expanduser().absolute() if folder else None
 
 
 def read_client_keys(folder: Path, role: str, group: str | None = None) -> ClientKeys:

@@ -43,7 +43,7 @@ class RunDirAddresses:
     """
 
     def __init__(self, path: Path, *, running: bool = False) -> None:
-        self.path = path
+        self.path = path.absolute()  # a program may change its working directory
         self._running = running
 
     @property

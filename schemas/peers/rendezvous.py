@@ -120,7 +120,7 @@ class Rendezvous:
     """
 
     def __init__(self, where: str, ports: Mapping[str, int] | None = None, setting: str = "broker.port") -> None:
-        self.where = where
+        self.where = where if "://" in where else str(Path(where).absolute())
         self.fleet_id = ""
         self.problem = ""
         """Text on why the last look found no fleet that runs; "" if it found one."""

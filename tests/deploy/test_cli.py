@@ -382,3 +382,25 @@ def test_a_fleet_without_up_is_found_by_its_settings(command: list[str], tmp_pat
     result = headrace(*command, "--config", "fleet.toml", cwd=tmp_path, HEADRACE_FLEET__RUN_DIR=str(tmp_path))
     assert result.returncode in (ExitCode.REDIS_UNAVAILABLE, ExitCode.FINDINGS)
     assert "127.0.0.1:1" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("words", [("why",), ("health",), ("up", "--until-steps", "100")], ids=" ".join)
+def test_a_working_directory_that_was_removed_is_a_sentence(words: tuple[str, ...], tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = 'rmdir "$PWD"; exec "$@"'
+    ended = subprocess.run(
+        ["/bin/sh", "-c", command, "sh", sys.executable, "-m", "headrace.deploy", *words],
+        cwd=gone,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert_one_sentence(ended, ExitCode.CONFIG, "the working directory was removed")
+
+
+@pytest.mark.parametrize("words", [("why", "runs/é"), ("health", "--run-dir", "é"), ("up", "--run-dir", "é")])
+def test_a_name_that_the_locale_lacks_is_a_sentence(words: tuple[str, ...], tmp_path: Path) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert_one_sentence(headrace(*words, cwd=tmp_path, **ascii_only), ExitCode.CONFIG, "set LC_ALL=C.UTF-8")

@@ -353,13 +353,13 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
     "envs that fail": (
         told(workers={0: FAILS, 1: WORKER}),
         "envs_failing",
-        r"envs of worker-0 fail again and again: 9 in all, the newest 2 s ago: boom\?",
+        r"envs of worker-0 fail again and again: 9 in all, the newest 2 s ago: boom\\n",
         "tail /runs/a/logs/worker-0.log",
     ),
     "an env quarantined": (
         told(workers={0: {**FAILS, "envs_lost": 1, "num_envs": 8}, 1: WORKER}),
         "envs_failing",
-        r"envs of worker-0 fail again and again: 9 in all, the newest 2 s ago: boom\?; 1 of 8 envs are down",
+        r"envs of worker-0 fail again and again: 9 in all, the newest 2 s ago: boom\\n; 1 of 8 envs are down",
         "tail /runs/a/logs/worker-0.log",
     ),
     "observations outside their Box": (
@@ -371,7 +371,7 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
     "envs that take no tasks": (
         told(workers={0: REFUSES, 1: REFUSES}),
         "tasks_refused",
-        r"envs of worker-0, worker-1 refuse tasks: SyncVectorEnv resets its envs\\x9bby itself; make it with",
+        r"envs of worker-0, worker-1 refuse tasks: SyncVectorEnv resets its envs\\u009bby itself; make it with",
         "tail /runs/a/logs/worker-0.log",
     ),
     "many episodes are aborted": (
@@ -402,7 +402,7 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
     "an env that is not built again": (
         told(workers={0: {**FAILS, "env_failure_age_s": 30.0, "envs_lost": 1, "num_envs": 8}, 1: WORKER}),
         "envs_down",
-        r"1 of 8 envs of worker-0 are down; the newest failure, 30 s ago: boom\?",
+        r"1 of 8 envs of worker-0 are down; the newest failure, 30 s ago: boom\\n",
         "tail /runs/a/logs/worker-0.log",
     ),
     "some env hosts gone": (
@@ -517,7 +517,7 @@ def test_a_setting_of_another_type_in_redis_is_shown_safely_and_never_compared()
     facts = by_redis_alone(WRONG["a worker without credit"][0])
     wild = dict.fromkeys(TOLD_SETTINGS, "\x1b[2J\x9b") | {"worker.window_batches": "a\n\x9b"}
     (found,) = find(told(facts, workers=blocked(slots=(1,)), settings=wild))
-    assert (found.kind, found.limit) == ("window_full", r'worker.window_batches = "a\n\x9b"')
+    assert (found.kind, found.limit) == ("window_full", r'worker.window_batches = "a\n\u009b"')
 
 
 def test_the_broker_tells_each_limit_but_addresses_and_paths_of_secrets() -> None:

@@ -162,3 +162,15 @@ def test_an_end_that_headrace_has_no_code_for_is_told_by_its_number(tmp_path: Pa
     with pytest.raises(FleetError, match=r"of the fleet in .*/run ended with exit code 143$") as told:
         run.close()
     assert told.value.exit_code == ExitCode.FAILURE
+
+
+def test_a_second_fleet_names_the_first_and_a_fleet_without_a_learner_waits_for_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    with headrace.fleet("CartPole-v1", workers=1, run_dir=one) as first:
+        with headrace.fleet("CartPole-v1", workers=1, run_dir=other):
+            assert f"the fleet in {one}, which this program has started, still runs; its close() ends it" in caplog.text
+        caplog.clear()
+    assert "for a learner to say" not in capfd.readouterr().err
+    assert first.summary["balanced"]

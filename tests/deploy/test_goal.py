@@ -8,13 +8,13 @@ from pathlib import Path
 
 import orjson
 import pytest
-from rich.console import Console
 
 from headrace.broker.files.report_file import RedisAway
 from headrace.deploy.report.progress import ProgressDisplay, ProgressView, progress_table
 from headrace.deploy.report.summary import RunFacts, Summary, ledger_table, print_summary, read_run_facts
 from headrace.deploy.run.goal import Goal, RunNumbers, show_return
 from headrace.deploy.run.redis_view import Snapshot
+from headrace.deploy.terminal.console import PrintableConsole
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.figures import added_up
 from headrace.schemas.accounts.ledger import FleetLedger
@@ -172,7 +172,7 @@ def test_no_time_is_told_by_an_old_rate_or_without_a_step_and_no_way_without_a_g
 
 
 def test_on_a_terminal_the_way_to_the_goal_has_a_bar() -> None:
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    console = PrintableConsole(io.StringIO())
     console.print(progress_table(ProgressView(9.0, RunNumbers(1000), Goal(until_steps=4000), snapshot=FIFTY_PER_S)))
     (line,) = (line for line in console.file.getvalue().splitlines() if "goal" in line)  # type: ignore[attr-defined]
     assert line.count("━") >= 7
@@ -205,9 +205,9 @@ def test_the_progress_view_names_lost_steps_and_the_first_cause_of_failures() ->
         return dict(ProgressView(1.0, RunNumbers(), Goal(), snapshot=snapshot).rows())
 
     assert rows()["discarded"] == "1,200 steps (6 % of all: env_bad_data 1,150, env_exception 50)"
-    newest = "7, the newest 2 s ago (worker-0: env_exception in env 1: RuntimeError: now?)"
+    newest = "7, the newest 2 s ago (worker-0: env_exception in env 1: RuntimeError: now\\n)"
     assert rows(a=other)["env failures"] == newest
-    bad = "env_bad_data: EnvContractError: observation should be within [-1, 1],? got 2"
+    bad = "env_bad_data: EnvContractError: observation should be within [-1, 1],\\x1b got 2"
     assert rows(a=other, b=first)["env failures"] == f"{newest}, the first ({bad}, 4 of this kind)"
     assert "discarded" not in dict(ProgressView(1.0, RunNumbers(), Goal()).rows())
 

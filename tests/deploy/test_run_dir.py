@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import pytest
 
 from headrace.broker.batches.limits import BrokerState
 from headrace.broker.files.state_file import Endpoints, write_broker_file
+from headrace.deploy.annexes.recording.recording_folder import RecordingFolder
 from headrace.deploy.fleet.fleet_record import FleetRecord
 from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.process.child import Child
@@ -24,7 +26,11 @@ from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.fleet_file import read_addresses, read_fleet_file
 from headrace.deploy.run.run_dir import RunDir, write_private
 from headrace.schemas.accounts.recorder import Recorder
+from headrace.schemas.credentials.keys import keys_folder
 from headrace.schemas.errors import ExitCode, RunDirError
+from headrace.schemas.peers.fleet_address import RunDirAddresses
+from headrace.schemas.peers.rendezvous import Rendezvous
+from headrace.workers.reruns.kept_failures import KeptFailures
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Nursery
@@ -210,3 +216,26 @@ def test_another_users_run_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"belongs to user 4242, and this is user 0; name a new"), RunDir(tmp_path):
         pass
     assert not (tmp_path / "lock").exists()
+
+
+PLACES: dict[str, Callable[[], object]] = {
+    "the address of a run": lambda: RunDirAddresses(Path("x")).path,
+    "a rendezvous": lambda: Rendezvous("x").where,
+    "keys": lambda: keys_folder("x"),
+    "a recording": lambda: RecordingFolder(Path("x")).path,
+    "failures of envs": lambda: KeptFailures(Path("x"), 0, 1)._run_dir,
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_what_keeps_a_path_keeps_it_when_the_working_directory_changes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert str(PLACES[kind]()) == str(tmp_path / "x")
+
+
+@pytest.mark.parametrize("where", ["https://host/x.json", "dns://host"])
+def test_a_rendezvous_that_is_no_file_stays_as_it_is(where: str) -> None:
+    ports = {"worker": 1, "learner": 2, "weights": 3} if where.startswith("dns") else None
+    assert Rendezvous(where, ports).where == where

@@ -15,6 +15,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from headrace.deploy.annexes.watch.web import web_port
+from headrace.deploy.annexes.watch.web.access import Guard
 from headrace.deploy.annexes.watch.web.web_port import WebPort
 from support.waiting import TIMEOUT_S, wait_until
 
@@ -92,3 +93,11 @@ def test_a_token_in_clear_off_loopback_logs_a_warning(
     token.write_text("a-word-of-sixteen-characters-or-more")
     with caplog.at_level(logging.WARNING), WebPort(f"{host}:0", token):
         assert ("in clear" in caplog.text) is (host == "0.0.0.0")
+
+
+@pytest.mark.parametrize("count", [1, 1000])
+def test_headers_of_more_than_64_kib_are_refused_when_they_come_at_once(count: int) -> None:
+    long = b"".join(b"x: " + b"a" * (98_000 // count) + b"\r\n" for _ in range(count))
+    with WebPort("127.0.0.1:0", None) as port, port.serving(Guard(app, None, 1)), ExitStack() as stack:
+        answer = connected(port.url, GET.replace(b"\r\n", b"\r\n" + long, 1), stack).recv(1 << 16)
+    assert answer[9:12] in (b"400", b"431")

@@ -273,3 +273,20 @@ def test_the_first_save_of_a_run_must_fit_its_workers(tmp_path: Path) -> None:
         save_policy(tmp_path, {"a": torch.zeros(3)})
     assert [path.name for path in tmp_path.iterdir()] == ["broker.json"]
     save_policy(tmp_path, {"default_policy": MODULE})
+
+
+@pytest.mark.parametrize("name", ["x", "a/x", "./x"])
+def test_a_state_stays_in_its_folder_when_the_working_directory_changes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trial").mkdir()
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path)
+    state = LearnerState(name)
+    monkeypatch.chdir(tmp_path / "trial")
+    saved = state.save(Stream(), nn.Linear(1, 1).state_dict(), number=3)  # type: ignore[arg-type]
+    assert saved == tmp_path / name / "learner.checkpoint"
+    monkeypatch.chdir(tmp_path)
+    loaded = LearnerState(name).load()
+    assert loaded is not None
+    assert loaded.more == {"number": 3}

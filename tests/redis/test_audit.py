@@ -14,7 +14,6 @@ from typing import Any
 
 import orjson
 import pytest
-from rich.console import Console
 
 from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.files.books_file import BooksFile, EndedLives
@@ -27,6 +26,7 @@ from headrace.deploy.report import audit as audits
 from headrace.deploy.report.audit import audit, equation, find_books, once_caught_up, render, warnings
 from headrace.deploy.report.evidence import read_evidence
 from headrace.deploy.run.redis_view import FleetView, Snapshot
+from headrace.deploy.terminal.console import PrintableConsole
 from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, save_checkpoint
 from headrace.schemas.accounts.folded_lives import fold
 from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
@@ -533,7 +533,7 @@ def test_the_rendered_audit_shows_the_equation_and_the_problem(reported: FleetVi
     row = orjson.loads(client.hget(ledger, "1/1"))
     client.hset(ledger, "1/1", changed(row, ("held", 0), 1))
     snapshot = read(reported)
-    console = Console(file=StringIO(), width=150)
+    console = PrintableConsole(StringIO())
     console.print(render(snapshot, audit(snapshot), ["a doubt"]))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "✗ slot 1 incarnation 1: accepted (96, 6) != held (97, 6)" in text

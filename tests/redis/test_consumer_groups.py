@@ -11,7 +11,6 @@ from typing import Any
 
 import orjson
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from bench.books import FLEET, STEPS, Sessions
@@ -23,6 +22,7 @@ from headrace.deploy.annexes.chaos.deep_audit import Sources, disagreements
 from headrace.deploy.command.cli import app
 from headrace.deploy.report.audit import _as_json, audit, render, warnings
 from headrace.deploy.run.redis_view import FleetView, Snapshot
+from headrace.deploy.terminal.console import PrintableConsole
 from headrace.schemas.accounts.consumer_groups import GroupBooks, GroupRow
 from headrace.schemas.accounts.folded_lives import FoldedLives, fold
 from headrace.schemas.accounts.ledger import LedgerRow
@@ -220,7 +220,7 @@ def test_the_audit_shows_groups_only_where_there_are_any(make_row: MakeRow) -> N
     ]
     texts = []
     for snapshot in (alone, both):
-        console = Console(file=StringIO(), width=200)
+        console = PrintableConsole(StringIO())
         console.print(render(snapshot, [], []))
         assert isinstance(console.file, StringIO)
         texts.append(console.file.getvalue())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 
 import pytest
 
 from headrace.deploy.terminal.logs import Identity, Readable
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.basics.counted_warnings import INTERVAL_S, MOST_KINDS, CountedWarnings
 from headrace.schemas.basics.printable import printable
 from headrace.schemas.credentials.tokens import digest_of, same_token
@@ -30,9 +33,16 @@ def test_a_repeated_warning_is_one_line_in_ten_seconds_with_its_count(caplog: py
 
 def test_control_characters_of_peers_reach_no_terminal() -> None:
     hostile = "a\x1b[2J\x07\r\x9b1m\u202eb\tc\n\u00e9"
-    assert printable(hostile) == "a\\x1b[2J\\x07\\r\\x9b1m\\u202eb\tc\n\u00e9"
+    assert printable(hostile) == "a\\x1b[2J\\x07\\r\\u009b1m\\u202eb\tc\n\u00e9"
     record = logging.makeLogRecord({"msg": "host %s", "args": (hostile,), "levelno": logging.INFO})
-    assert "\x1b" not in Readable(Identity("f", "broker")).format(record)
+    said = io.StringIO()
+    say(Readable(Identity("f", "broker")).format(record), said)
+    assert "\x1b" not in said.getvalue()
+
+
+def test_json_is_the_same_json_when_it_is_printed() -> None:
+    told = {"host": "a\x1b[2J\x7f\x9b1m\u202e\u200fb\n"}
+    assert json.loads(printable(json.dumps(told, ensure_ascii=False))) == told
 
 
 def test_tokens_are_compared_whole_and_kept_as_digests() -> None:

@@ -120,6 +120,8 @@ def test_a_client_that_does_not_read_its_answers_is_disconnected() -> None:
         b"GET /" + b"a" * 2 * HEAD_BYTES,
         b"GET / HTTP/1.1\r\nx: " + b"a" * 2 * HEAD_BYTES,
         b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * HEAD_BYTES,
+        head(STEP, "x: " + "a" * HEAD_BYTES) + b"\r\n",
+        head(STEP, "\r\n".join(["x: y"] * 20_000)) + b"\r\n",
         head(STEP, "Content-Length: 65537"),
         head(STEP, "Content-Length: 9999999999999999999"),
         head(STEP, "Transfer-Encoding: chunked") + (b"8000\r\n" + b"x" * 0x8000 + b"\r\n") * 3,

@@ -27,7 +27,7 @@ class KeptFailures:
 
     def __init__(self, run_dir: Path, slot: int, incarnation: int) -> None:
         self.trail = Trail()
-        self._run_dir = run_dir
+        self._run_dir = run_dir.absolute()
         self._life = f"{slot}-{incarnation}"
         self._count = 0
         self._lanes: dict[str, int] = {}

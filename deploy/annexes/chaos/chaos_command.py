@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from rich.console import Console
 from rich.table import Table
 
 from headrace.deploy.annexes.chaos.checks import Judgement, judge, lines_of
@@ -22,13 +21,13 @@ from headrace.deploy.annexes.chaos.truth import ENV, Witnessed
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.run.options import Asked
 from headrace.deploy.run.run_dir import new_run_dir
+from headrace.deploy.terminal.console import PrintableConsole
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, ExitCode, RunDirError, is_there, write_error
 from headrace.schemas.settings.config import FleetConfig
 
 PLAN, REPORT = "plan.json", "report.json"
-WIDTH = 120
 PAUSE_S = 0.0002
 """Each env waits so long in a step. Small ones would take all processor time of the machine."""
 
@@ -74,7 +73,7 @@ def chaos(
     else:
         plan = make_plan(seed, minutes, config.fleet.workers, config.broker.lease_s)
     if print_plan:
-        print(plan.as_json().decode())  # noqa: T201
+        say(plan.as_json().decode())
         return
     if plan.workers != config.fleet.workers:
         fleets = f"the plan is for {plan.workers} workers, and the fleet has {config.fleet.workers}"
@@ -93,7 +92,7 @@ def chaos(
     report = folders.root / REPORT
     replace_private(report, orjson.dumps(facts, option=orjson.OPT_INDENT_2))
     with ignore_closed_reader(stream):
-        Console(file=stream, width=None if stream.isatty() else WIDTH).print(_recovery_table(judgement))
+        PrintableConsole(stream).print(_recovery_table(judgement))
     for line in lines_of(judgement):
         tell(line)
     tell(f"report: {report}")

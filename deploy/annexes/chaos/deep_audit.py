@@ -22,19 +22,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import orjson
-from rich.console import Console
 from rich.table import Table
 
 from headrace.broker.files.books_file import BooksFile, EndedLives
 from headrace.deploy.process.recorders import Life, recorders_in
-from headrace.deploy.report.audit import FILE_WIDTH, NO_EVIDENCE, audit, find_books, once_caught_up
+from headrace.deploy.report.audit import NO_EVIDENCE, audit, find_books, once_caught_up
 from headrace.deploy.report.evidence import Evidence, position_by_life, read_evidence
 from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.deploy.run.redis_server import serving
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.deploy.run.resume import read_told
 from headrace.deploy.run.several_brokers import learner_dir
+from headrace.deploy.terminal.console import PrintableConsole
 from headrace.deploy.terminal.log_rotation import rotated_path
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.recorder import Reading, read_recorder
@@ -313,9 +314,9 @@ def audit_deeply(run_dir: Path, *, as_json: bool, stream: TextIO) -> None:
     if as_json:
         lives = list(as_facts(sources))
         told = {"fleet_id": fleet_id, "lives": lives, "known_losses": losses, "disagreements": found}
-        print(orjson.dumps(told).decode(), file=stream)
+        say(orjson.dumps(told).decode(), stream)
     else:
-        console = Console(file=stream, width=None if stream.isatty() else FILE_WIDTH)
+        console = PrintableConsole(stream)
         known = [f"! {sentence}" for sentence in losses]
         verdict = [f"✗ {sentence}" for sentence in found] or ["✓ the sources agree"]
         console.print(table(sources), *known, *verdict, sep="\n")

@@ -11,6 +11,7 @@ import typer
 
 from headrace.deploy.command.option_table import command
 from headrace.deploy.run.options import Asked
+from headrace.deploy.terminal.std_streams import say
 
 app = typer.Typer()
 
@@ -52,10 +53,10 @@ def doctor(
     checks = list(examine(asked.settings, endpoint, rendezvous, role))
     fit = all(check.verdict is not Verdict.FAIL for check in checks)
     if as_json:
-        typer.echo(orjson.dumps({"fit": fit, "checks": [asdict(check) for check in checks]}).decode())
+        say(orjson.dumps({"fit": fit, "checks": [asdict(check) for check in checks]}).decode())
     else:
         for check in checks:
             advice = f"; {check.advice}" if check.advice else ""
-            typer.echo(f"{check.verdict:<5} {check.name:<14} {check.seen}{advice}")
-        typer.echo(f"\nThis machine {'can run a fleet.' if fit else 'cannot run a fleet: repair what failed.'}")
+            say(f"{check.verdict:<5} {check.name:<14} {check.seen}{advice}")
+        say(f"\nThis machine {'can run a fleet.' if fit else 'cannot run a fleet: repair what failed.'}")
     raise typer.Exit(0 if fit else 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,7 +20,7 @@ from headrace.deploy.run.annexes import part
 from headrace.deploy.run.evaluation_log import doubt_of
 from headrace.deploy.run.options import Asked
 from headrace.deploy.terminal.logs import Identity, set_up_logging
-from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import (
     ConfigError,
     ConnectorError,
@@ -268,5 +267,4 @@ def export(
         found = resolve_policy(run, asked, which=checkpoint.value)
         policy = build_policy(replace(found, config=found.config.replaced({"sampling.device": "cpu"})))
         written = policy.export_file(to, module_id)
-    with ignore_closed_reader(sys.stdout):
-        typer.echo(f"{written.path}: {policy.source}\n{written.in_words()}")
+    say(f"{written.path}: {policy.source}\n{written.in_words()}")

@@ -117,6 +117,9 @@ def _as_json(key: str, value: Any) -> str:
         raise ConfigError(f"{value!r:.120} is no plain value ({error})", key=key) from None
 
 
+_open: list[RunningFleet] = []
+
+
 class RunningFleet:
     """A fleet that this program has started. Leaving its `with` block, or `close`, drains and stops it.
 
@@ -124,8 +127,10 @@ class RunningFleet:
     """
 
     def __init__(self, path: Path, options: list[str], folders: list[str]) -> None:
-        self.path = path
+        self.path = path.absolute()
         """The run directory, for `headrace why`, `headrace audit` and others."""
+        for other in _open:
+            log.warning("the fleet in %s, which this program has started, still runs; its close() ends it", other.path)
         self._connections: list[weakref.ref[EpisodeStream | TaskPublisher | WeightPublisher]] = []
         self._has_told = False
         self._errors: list[str] = []
@@ -142,6 +147,7 @@ class RunningFleet:
         self._attendant.start()
         self._up = started.result()
         atexit.register(self._stop)
+        _open.append(self)
         self._addresses = _OwnFleet(path, self._up)
         try:
             await_address(self._addresses, "learner", math.inf, self._waited)
@@ -235,6 +241,8 @@ class RunningFleet:
             raise
         self._attendant.join()
         atexit.unregister(self._stop)
+        if self in _open:
+            _open.remove(self)
 
     def _attend(
         self, started: Future[subprocess.Popen[str]], command: list[str], environment: Mapping[str, str]
@@ -287,7 +295,7 @@ class _OwnFleet:
     """The addresses of a fleet whose `headrace up` is a process of this program. No other start of it is due."""
 
     def __init__(self, path: Path, process: subprocess.Popen[str]) -> None:
-        self.path = path
+        self.path = path.absolute()
         self._in_run_dir = RunDirAddresses(path, running=True)
         self._process = process
         self._say_at = time.monotonic() + _QUIET_S

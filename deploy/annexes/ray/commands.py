@@ -8,6 +8,7 @@ import typer
 
 from headrace.deploy.command.option_table import command, examples
 from headrace.deploy.run.options import Asked
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.settings.config import MOST_WORKERS_ON_RAY
 
 app = typer.Typer(help="Workers on a Ray cluster (extra ray).", no_args_is_help=True, rich_markup_mode=None)
@@ -82,4 +83,4 @@ def scale(
     from headrace.deploy.annexes.ray.wanted_workers import scale_run
 
     before = scale_run(asked.run_dir(), count)
-    typer.echo(f"{count} workers on Ray, {before} before")
+    say(f"{count} workers on Ray, {before} before")

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import orjson
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
 
 from headrace.deploy.command.option_table import command
 from headrace.deploy.run.options import Asked, chosen_run, named_fleet, resolve_each
 from headrace.deploy.run.several_brokers import whole_run_dir
+from headrace.deploy.terminal.console import PrintableConsole
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.basics.bounds import TRAIN
-from headrace.schemas.basics.printable import printable
 from headrace.schemas.credentials.key_files import group_rule, is_group
 from headrace.schemas.errors import ConfigError, RunDirError, refusal
 
@@ -58,18 +57,18 @@ def list_groups(asked: Asked, *, as_json: bool) -> None:
             groups = {name: books.state for name, books in view.read((FLEET, GAUGES, *OF_GROUPS)).groups.items()}
         if as_json:
             shown = {name: {**state.model_dump(), "lost": state.lost_steps} for name, state in groups.items()}
-            typer.echo(orjson.dumps({"fleet_id": fleet_id, "groups": shown}).decode())
+            say(orjson.dumps({"fleet_id": fleet_id, "groups": shown}).decode())
         else:
-            Console().print(_table(groups, f"consumer groups of fleet {fleet_id}, in agent steps"))
+            PrintableConsole().print(_table(groups, f"consumer groups of fleet {fleet_id}, in agent steps"))
 
 
 def _table(groups: Mapping[str, GroupRow], title: str) -> Table:
     columns: list[str | Column] = ["group", "on slow", "reader", *(Column(name, justify="right") for name in _COUNTS)]
-    table = Table(*columns, title=escape(title), title_justify="left")
+    table = Table(*columns, title=title, title_justify="left")
     for name, state in groups.items():
-        reader = f"pid {state.pid} on {printable(state.host)}" if state.connected else "away"
+        reader = f"pid {state.pid} on {state.host}" if state.connected else "away"
         counts = (state.lag_steps, state.oldest_s, state.committed[0], state.lost_steps)
-        table.add_row(name, state.on_slow, escape(reader), *(f"{count:,.0f}" for count in counts))
+        table.add_row(name, state.on_slow, reader, *(f"{count:,.0f}" for count in counts))
     return table
 
 
@@ -108,7 +107,7 @@ def remove(
         if endpoint is None:
             raise RunDirError(str(run_dir), "no broker has served from it yet", "start `headrace up`")
     _remove(endpoint, name, client_keys(config.keys.dir or None, "learner"))
-    typer.echo(f"removed consumer group {name}")
+    say(f"removed consumer group {name}")
 
 
 def _remove(endpoint: str, name: str, keys: ClientKeys | None) -> None:

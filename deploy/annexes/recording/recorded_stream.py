@@ -67,7 +67,7 @@ class RecordedStream:
             raise TypeError(f"a recording has no option {min(unknown)!r}")
         if chosen_rank(of_a_fleet.get("rank", 0), of_a_fleet.get("world_size", 1)) != (0, 1):
             raise ConfigError("a recording has one reader, and no ranks", key="world_size")
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self.auto_commit = auto_commit
         self.delivered = 0
         self.lag = 0.0

@@ -52,7 +52,7 @@ class RecordingFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path = path.absolute()
         if (path / "broker.json").exists():
             raise self._refusal("it is a run directory")
         (path / NEW).mkdir(parents=True, exist_ok=True)

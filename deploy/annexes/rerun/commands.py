@@ -18,6 +18,7 @@ from headrace.deploy.run.annexes import part
 from headrace.deploy.run.options import Asked
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import say
+from headrace.schemas.basics.printable import one_line
 from headrace.schemas.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _line(kept: KeptFailure) -> str:
     facts = kept.facts
     said = f"{kept.name}: env {facts.lane} of worker {facts.worker_index} failed at {facts.at}"
     why_not = f" (cannot be repeated: {facts.problem})" if facts.problem else ""
-    return f"{said}: {facts.error}: {facts.message}{why_not}"
+    return one_line(f"{said}: {facts.error}: {facts.message}{why_not}")
 
 
 def verdict(facts: FailureFacts, repeated: Repeated) -> str:

@@ -10,13 +10,12 @@ from typing import Annotated
 
 import orjson
 import typer
-from rich.console import Console
 
 from headrace.deploy.command.option_table import command
 from headrace.deploy.run.options import Asked, config_file
 from headrace.deploy.run.several_brokers import check_one_broker
+from headrace.deploy.terminal.console import PrintableConsole
 from headrace.deploy.terminal.std_streams import say
-from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ExitCode
 
 app = typer.Typer(
@@ -60,15 +59,15 @@ def up(
     check_one_broker(resolved, "headrace slurm")
     if dry_run:
         for line in lifecycle.dry_run(resolved):
-            typer.echo(shlex.join(line))
+            say(shlex.join(line))
         return
     where, jobs = lifecycle.up(resolved)
     if as_json:
-        typer.echo(orjson.dumps({"run_dir": str(where), **jobs.model_dump()}).decode())
+        say(orjson.dumps({"run_dir": str(where), **jobs.model_dump()}).decode())
         return
     arrays = f"workers {jobs.workers}, env hosts {jobs.env_hosts}".replace("[]", "none").translate({91: None, 93: None})
-    typer.echo(f"submitted: head {jobs.head}, {arrays}; run directory {where}")
-    typer.echo(f"look at it with: headrace slurm status --run-dir {where}")
+    say(f"submitted: head {jobs.head}, {arrays}; run directory {where}")
+    say(f"look at it with: headrace slurm status --run-dir {where}")
 
 
 @command(
@@ -93,7 +92,7 @@ def scale(
     from headrace.deploy.annexes.slurm import lifecycle
 
     there, wanted = lifecycle.scale(asked.run_dir().absolute(), tasks)
-    typer.echo(f"worker tasks: {there} -> {wanted}" if there != wanted else f"worker tasks: {there}, as wanted")
+    say(f"worker tasks: {there} -> {wanted}" if there != wanted else f"worker tasks: {there}, as wanted")
 
 
 @command(
@@ -115,11 +114,11 @@ def status(asked: Asked, as_json: bool) -> None:
         fleet = seen.fleet.model_dump(include={"fleet_id", "state", "env_steps", "best_return"}) if seen.fleet else None
         jobs = [asdict(task) for task in seen.tasks]
         facts = {"run_dir": str(seen.run_dir), "fleet": fleet, "jobs": jobs, "findings": findings}
-        typer.echo(orjson.dumps(facts).decode())
+        say(orjson.dumps(facts).decode())
     else:
-        Console().print(table(seen))
+        PrintableConsole().print(table(seen))
         for line in (seen.fleet_in_words(), *findings):
-            typer.echo(printable(line))
+            say(line)
     raise typer.Exit(ExitCode.FINDINGS if findings else ExitCode.OK)
 
 
@@ -131,8 +130,8 @@ def down(asked: Asked) -> None:
     """
     from headrace.deploy.annexes.slurm import lifecycle
 
-    lifecycle.down(asked.run_dir().absolute(), lambda line: say(printable(line), sys.stderr))
-    typer.echo("its jobs have ended, and their nodes are free")
+    lifecycle.down(asked.run_dir().absolute(), lambda line: say(line, sys.stderr))
+    say("its jobs have ended, and their nodes are free")
 
 
 @command(app, "headrace slurm scripts", "ls $(headrace slurm scripts)")
@@ -140,4 +139,4 @@ def scripts() -> None:
     """Print the folder of the scripts that jobs run, and of top_up.sh."""
     from headrace.deploy.annexes.slurm.submission import SCRIPTS
 
-    typer.echo(SCRIPTS)
+    say(str(SCRIPTS))

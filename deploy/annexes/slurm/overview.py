@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.markup import escape
 from rich.table import Table
 
 from headrace.deploy.annexes.slurm.job_file import JobFile, read_jobs
@@ -72,10 +71,9 @@ def overview_of(run_dir: Path) -> Overview:
 
 def table(overview: Overview) -> Table:
     """Return a row for each job and task."""
-    shown = Table("job", "name", "state", "time", "node", "reason", title=escape(str(overview.run_dir)))
+    shown = Table("job", "name", "state", "time", "node", "reason", title=str(overview.run_dir))
     for task in overview.tasks:
-        cells = (task.job, task.name, task.state, task.elapsed, task.node, task.reason)
-        shown.add_row(*(escape(cell) for cell in cells))
+        shown.add_row(task.job, task.name, task.state, task.elapsed, task.node, task.reason)
     return shown
 
 

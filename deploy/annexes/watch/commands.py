@@ -14,6 +14,7 @@ import typer
 from headrace.deploy.command.monitoring_commands import FleetElsewhere, RedisElsewhere, chosen_fleet
 from headrace.deploy.command.option_table import command
 from headrace.deploy.run.options import Asked, named_fleet, resolve_each
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ConfigError
 
 log = logging.getLogger("headrace.dashboard")
@@ -42,11 +43,11 @@ def ps(asked: Asked, as_json: bool) -> None:
     seen, missing = reported(fleet, run_dir)
     rows, revoked = all_processes(fleet, seen, time.time()), revoked_sessions(seen.gauges)
     if not as_json:
-        typer.echo(table(fleet, rows, missing, revoked))
+        say(table(fleet, rows, missing, revoked))
         return
     supervisor = {"pid": fleet.supervisor_pid, "alive": is_alive(fleet.supervisor_pid)}
     facts = {"fleet_id": fleet.fleet_id, "state": fleet.state, "endpoints": fleet.endpoints, "supervisor": supervisor}
-    typer.echo(orjson.dumps({**facts, "processes": rows, "sessions_revoked": revoked}).decode())
+    say(orjson.dumps({**facts, "processes": rows, "sessions_revoked": revoked}).decode())
 
 
 @command(
@@ -183,7 +184,7 @@ def exporter(
     Redis that it names.
     """
     if print_ is not None:
-        typer.echo(print_.text(), nl=False)
+        say(print_.text().rstrip())
         return
     from headrace.deploy.annexes.watch.exporter.exporter import chosen_readers, export_metrics
 

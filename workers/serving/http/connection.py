@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from headrace.workers.serving.http.server import HttpServer
 
 HEAD_BYTES = 1 << 16
-"""The longest request line and headers of a request that is still on its way."""
+"""The longest request line and headers."""
+_HEAD_TOO_LARGE = MessageTooLargeError(f"headers of more than {HEAD_BYTES} bytes")
 LINGER_S = 2.0
 """Seconds that a refused client may go on sending. If it were cut off at once, it might never read the refusal."""
 
@@ -50,6 +51,7 @@ class HttpConnection(asyncio.Protocol):
         self._waiting_since = self._loop.time()
         """Time at which the server began to wait: for an answer, for the next bytes, or for the client to read."""
         self._in_request = self._in_head = True
+        self._head_bytes = 0
         """True from the first byte of a request to its last, and before the first request."""
         self._request_bytes = 0
         """Number of bytes of that request that have been parsed."""
@@ -118,7 +120,7 @@ class HttpConnection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._refuse(ServingError(f"this is no HTTP/1.1: {error}", "bad_request"))
         if self._in_head and self._request_bytes > HEAD_BYTES:
-            self._refuse(MessageTooLargeError(f"headers of more than {HEAD_BYTES} bytes"))
+            self._refuse(_HEAD_TOO_LARGE)
         elif self._request_bytes > HEAD_BYTES + self._server.limits.max_message_bytes:
             self._refuse_body()
         self._process_requests()
@@ -131,14 +133,19 @@ class HttpConnection(asyncio.Protocol):
     def on_url(self, url: bytes) -> None:
         """Collect a piece of the target."""
         self._target += url
+        self._head_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Collect a header."""
         self._headers[name.lower()] = value
+        self._head_bytes += len(name) + len(value) + len(": \r\n")
 
     def on_headers_complete(self) -> None:
         """Refuse a request as soon as its head shows that the server does not take it."""
         self._in_head = False
+        if self._head_bytes > HEAD_BYTES:  # all of it came at once
+            self._refuse(_HEAD_TOO_LARGE)
+            return
         length = self._headers.get(b"content-length", b"")
         refusal = self._server.refuse_head(self._target, self._headers)
         if refusal is not None:

@@ -5,7 +5,6 @@ Nothing here computes a number of the fleet. Every text of a peer is shown on on
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import time
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from textwrap import wrap
 
 import orjson
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
@@ -22,13 +21,13 @@ from headrace.deploy.annexes.watch.state.series import CurvesReader
 from headrace.deploy.annexes.watch.state.shown_figures import TILES, as_text
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.report.progress import duration, short_number
-from headrace.deploy.terminal.std_streams import say
+from headrace.deploy.terminal.console import PrintableConsole
+from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
 from headrace.schemas.accounts.redis_keys import RINGS
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.basics.stop_event import stop_event
 
 INTERVAL_S = 1.0
-PLAIN_WIDTH = 160
 Curves = Mapping[str, Sequence[float | None]]
 
 SHOWN_CURVES = tuple(figure.name for figure in TILES if figure.chart)
@@ -72,9 +71,10 @@ def top(reader: FactsReader, *, once: bool, as_json: bool) -> None:
     if as_json:
         say(orjson.dumps(source.read()).decode())
     elif once or not _is_interactive():
-        width = Console().width if sys.stdout.isatty() else PLAIN_WIDTH
-        shown = _rendered(plain(source.read(), source.curves, width), width, is_terminal=sys.stdout.isatty())
-        say("\n".join(shown))
+        console = PrintableConsole()
+        with ignore_closed_reader(sys.stdout):
+            for line in plain(source.read(), source.curves, console.width):
+                console.print(line, no_wrap=True, overflow="ellipsis", crop=True, highlight=False)
     else:
         _show(source)
 
@@ -86,21 +86,15 @@ def _is_interactive() -> bool:
 
 def _show(source: StateSource) -> None:
     """Draw the newest state each second, until Ctrl-C or SIGTERM."""
-    with stop_event() as stopping, Live(Text("reading the fleet"), screen=True, auto_refresh=False) as live:
+    with (
+        stop_event() as stopping,
+        Live(Text("reading the fleet"), console=PrintableConsole(), screen=True, auto_refresh=False) as live,
+    ):
         while not stopping.is_set():
             document = source.read()
             width, height = live.console.size
             live.update(Group(*screen(document, source.curves, width, height)), refresh=True)
             stopping.wait(INTERVAL_S)
-
-
-def _rendered(lines: Sequence[Text], width: int, *, is_terminal: bool) -> list[str]:
-    """Return the lines with this terminal's colours; without colours for a pipe or if NO_COLOR is set."""
-    file = io.StringIO()
-    console = Console(file=file, width=width, force_terminal=is_terminal, legacy_windows=False, highlight=False)
-    for line in lines:
-        console.print(line, no_wrap=True, overflow="ellipsis", crop=True, soft_wrap=False)
-    return file.getvalue().split("\n")[:-1]
 
 
 def screen(document: Document, curves: Curves, width: int, height: int) -> list[Text]:

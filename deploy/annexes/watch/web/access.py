@@ -25,6 +25,9 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+HEAD_BYTES = 1 << 16
+"""The longest request line and headers together."""
+
 _HEADERS = [
     (name.encode(), value.encode())
     for name, value in {
@@ -72,6 +75,8 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Return the refusal to send instead of the app's response; None if the app may answer."""
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:  # all of it came at once
+            return PlainTextResponse(f"headers of more than {HEAD_BYTES} bytes\n", 431)
         request = Request(scope)
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("this server only reads: GET or HEAD\n", 405, {"allow": "GET, HEAD"})

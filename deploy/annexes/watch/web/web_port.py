@@ -14,7 +14,7 @@ from typing import Self
 import uvicorn
 from starlette.types import ASGIApp
 
-from headrace.deploy.annexes.watch.web.access import Guard
+from headrace.deploy.annexes.watch.web.access import HEAD_BYTES, Guard
 from headrace.deploy.process.service_manager import service_manager
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, PortInUseError
@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 256
 """At once; more are answered with 503. A browser has six, of which one follows a page."""
-_HEAD_BYTES = 1 << 16
-"""The longest request line and headers together."""
 _ANSWERS_S, _CLOSE_S = 3, 5.0
 """Seconds for answers under way, such as the last state of a stream, and for the end of the thread that serves."""
 
@@ -77,7 +75,7 @@ class WebPort:
             server_header=False,
             lifespan="off",
             http="h11",  # httptools bounds neither request line nor headers
-            h11_max_incomplete_event_size=_HEAD_BYTES,
+            h11_max_incomplete_event_size=HEAD_BYTES,
             ws="none",
             limit_concurrency=MOST_CONNECTIONS,
             timeout_graceful_shutdown=_ANSWERS_S,
