@@ -19,6 +19,10 @@ class TrainingCounts:
     updates: int = 0
     steps: int = 0
 
+    def words(self, epoch: int) -> str:
+        """Return the update of a learner epoch in words; the epoch alone if the learner told no updates."""
+        return f"update {self.updates:,} of learner epoch {epoch}" if self.updates else f"learner epoch {epoch}"
+
 
 def counts_of(state: Mapping[str, Any]) -> TrainingCounts:
     """Return the counts of a learner of one policy, or of several, which update together and share the steps.

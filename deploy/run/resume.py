@@ -147,7 +147,7 @@ def read_facts(checkpoint: Path) -> str | None:
     if "epoch" not in told or "state" not in told:
         return None
     counts = counts_of(told["state"])
-    return f"update {counts.updates:,} of learner epoch {told['epoch']}, trained on {counts.steps:,} steps"
+    return f"{counts.words(told['epoch'])}, trained on {counts.steps:,} steps"
 
 
 def _read_settings(run_dir: RunDir) -> Mapping[str, Any]:

@@ -231,8 +231,7 @@ def _of_file(path: Path) -> SavedPolicy:
     if saved is None:
         raise CheckpointError(str(path), "it does not exist", _ADVICE)
     counts = counts_of(saved.state)
-    update = f"update {counts.updates} of " if counts.updates else ""  # 0: the learner has not told its updates
-    facts = [f"{update}learner epoch {saved.epoch}", f"{counts.steps:,} steps"]
+    facts = [counts.words(saved.epoch), f"{counts.steps:,} steps"]
     if (mean := mean_return_of(saved.state)) is not None:
         facts.append(f"mean return {mean:.2f}")
     source = f"{path} ({', '.join(facts)})"

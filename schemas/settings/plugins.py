@@ -10,6 +10,8 @@ from typing import Any
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import ConfigError, ConnectorError, HeadraceError, words_of
 
+AT_THE_TOP = 'define it at the top of its file, not below `if __name__ == "__main__":`'
+
 
 def check_package(user: str, package: str, extra: str, key: str = "") -> None:
     """Import a package that `user` needs and that `extra` brings.
@@ -42,7 +44,7 @@ def load_object(path: str, key: str) -> Any:
         ) from error
     for part in attribute.split("."):
         if not hasattr(value, part):
-            raise ConfigError(f"module {module_name!r} has no {attribute!r}", key=key)
+            raise ConfigError(f"module {module_name!r} has no {attribute!r}; {AT_THE_TOP}", key=key)
         value = getattr(value, part)
     return value
 

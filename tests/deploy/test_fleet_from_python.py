@@ -68,15 +68,18 @@ def test_a_program_that_starts_its_fleet_while_workers_import_it_is_told_what_to
 
 
 def test_a_stream_ends_at_once_with_its_fleet(tmp_path: Path) -> None:
-    with fleet("CartPole-v1", run_dir=tmp_path / "run", settings={"fleet.until_steps": 500}) as run:
+    with fleet("CartPole", env_config={"sutton_barto_reward": True}, run_dir=tmp_path / "run", until_steps=500) as run:
         stream, weights = run.stream(), run.weights()
         weights.publish(policy(stream.spaces()))
-        steps = next(stream).steps
+        first = next(stream)
+        steps = first.steps
         told = rf"<EpisodeStream from \S+: {steps:,} steps in 1 batches, lag \d\.\d, 2 workers>"
         assert re.fullmatch(told, repr(stream))
         assert re.fullmatch(rf"<RunningFleet in {tmp_path / 'run'}: running, page \S.*; {told}>", repr(run))
         assert re.fullmatch(r"<WeightPublisher to \S+: version \(1, 1\), the broker has \(1, 1\)>", repr(weights))
-        steps += sum(len(chunk) for batch in stream for chunk in batch)
+        chunks = [chunk for batch in [first, *stream] for chunk in batch]
+        steps = sum(map(len, chunks))
+        assert {float(reward) for chunk in chunks for reward in chunk.rewards} == {0.0, -1.0}
         with pytest.raises(StopIteration):
             next(stream)
         assert not run.is_running
@@ -101,8 +104,30 @@ def test_a_fleet_that_does_not_start_raises_what_up_says(tmp_path: Path) -> None
     with pytest.raises(FleetError, match=r"environment 'NoSuchEnv-v1' cannot be found") as told:
         fleet("NoSuchEnv-v1", run_dir=tmp_path / "run")
     assert told.value.exit_code == ExitCode.ENV
-    with pytest.raises(FleetError, match=r"sampling.num_env: unknown key; did you mean sampling.num_envs"):
+    with pytest.raises(FleetError, match=r"sampling.num_env: unknown key; did you mean sampling.num_envs\?$") as told:
         fleet("CartPole-v1", run_dir=tmp_path / "run", settings={"sampling.num_env": 8})
+    assert "flag" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("num_env", "did you mean num_envs?"),
+        ("num_env_runners", "did you mean workers?"),
+        ("fragment_length", 'did you mean settings={"sampling.rollout_fragment_length": ...}?'),
+        ("colour", "settings={...} takes all settings by their keys, which `headrace up --print-config` lists"),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_the_nearest(name: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        fleet("CartPole-v1", **{name: 1})  # type: ignore[arg-type]
+    assert str(told.value) == f"fleet() has no argument {name!r}; {advice}"
+
+
+def test_an_env_that_only_the_main_program_defines_is_told_where_to_stand(tmp_path: Path) -> None:
+    text = "import headrace\nif __name__ == '__main__':\n    def make(context): ...\n    headrace.fleet(make)\n"
+    done = run_program(tmp_path, text)
+    assert "define it at the top of its file, not below `if __name__" in done.stderr.splitlines()[-1]
 
 
 def test_a_fleet_whose_supervisor_is_killed_ends_the_stream_and_says_why(tmp_path: Path) -> None:

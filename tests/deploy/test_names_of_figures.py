@@ -123,7 +123,9 @@ def test_each_figure_is_in_the_rows_and_each_text_names_figures_that_exist() -> 
     assert {name for name, column in columns.items() if not any(c.startswith(column) for c in in_rows)} == moments
     numbers = fleet_state(Facts(1000.0, the_fleet()), [])["numbers"].keys()
     named = {name for figure in TILES for _, name, _, _ in Formatter().parse(figure.shown) if name}
-    assert named - numbers == {"lost", "lost_share", "workers_wanted", "left_out"}, "which are of the books and the settings"
+    assert named - numbers == {"lost", "lost_share", "workers_wanted", "left_out"}, (
+        "which are of the books and the settings"
+    )
 
 
 def logged(tmp_path: Path, name: str) -> None:

@@ -22,6 +22,7 @@ from headrace.schemas.errors import (
     missing_env_error,
     words_of,
 )
+from headrace.schemas.settings.plugins import AT_THE_TOP
 from headrace.workers.annex_parts import part
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.error_text import seed_hint
@@ -113,7 +114,8 @@ def _import(env: str, module: str, attribute: str) -> Callable[..., Any]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise UnknownEnvError(env, f"{error}{_hint(env)}{_where_to_look(error, module, attribute)}") from error
+        where = f"; {AT_THE_TOP}" if isinstance(error, AttributeError) else _where_to_look(error, module, attribute)
+        raise UnknownEnvError(env, f"{error}{_hint(env)}{where}") from error
     if not callable(found):
         what = "an env that is already built" if hasattr(found, "reset") else "not callable"
         raise UnknownEnvError(env, f"{attribute}, a {type(found).__name__}, is {what}")

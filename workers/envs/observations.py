@@ -146,8 +146,8 @@ class Observations:
     ) -> list[tuple[int, EnvContractError]]:
         """Write one observation for every env, from arrays (envs, *shape) in the nesting of the space.
 
-        `lanes`: the env of each row; None: in order. `only`: the envs whose rows count; None: all. `new`: the envs whose
-        observation is another one than before; None: all. Return (env, error) for each bad one.
+        `lanes`: the env of each row; None: in order. `only`: the envs whose rows count; None: all. `new`: the envs
+        whose observation is another one than before; None: all. Return (env, error) for each bad one.
         Raises `EnvContractError` for a bad batch that is no single env's fault.
         """
         columns = {leaf.name: leaf.rows_of(batch, len(self.columns[leaf.name])) for leaf in self._leaves}

@@ -15,6 +15,7 @@ from torch.nn.modules import module as module_hooks
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError, HeadraceError, ModuleError, words_of
+from headrace.schemas.settings.plugins import AT_THE_TOP
 
 NumpyAct = Callable[[Mapping[str, NDArray[Any]], "NDArray[Any] | None"], dict[str, NDArray[Any]]]
 """(observation columns, noise or None for the mode) -> step columns by name, all (rows, ...)."""
@@ -217,9 +218,8 @@ def _find(path: str) -> Callable[..., Any]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ModuleError(
-            f"module {path!r} cannot be found ({error}); check the path and that it is importable"
-        ) from error
+        advice = AT_THE_TOP if isinstance(error, AttributeError) else "check the path and that it is importable"
+        raise ModuleError(f"module {path!r} cannot be found ({error}); {advice}") from error
     if not callable(found):
         raise ModuleError(
             f"module {path!r} is a {type(found).__name__}; name a function build(spaces, **module_config)"

@@ -21,10 +21,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from inspect import signature
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
 
 import orjson
 
@@ -37,6 +38,8 @@ from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.basics.stop_event import signal_name
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError
 from headrace.schemas.peers.fleet_address import RunDirAddresses, await_address
+from headrace.schemas.settings.config_loading import known_keys
+from headrace.schemas.settings.nearest_names import nearest_name
 from headrace.workers.envs.creators import registered_creator
 
 if TYPE_CHECKING:  # a program that only reads the stream needs no torch
@@ -49,6 +52,7 @@ _Connection = TypeVar("_Connection", "EpisodeStream", "TaskPublisher", "WeightPu
 INSIDE = "HEADRACE_STARTED_BY"
 """Variable of all processes of such a fleet. Its value is the program's process id."""
 _QUIET_S = 10.0
+_SETTINGS = "settings={...} takes all settings by their keys, which `headrace up --print-config` lists"
 
 
 def fleet(
@@ -58,30 +62,38 @@ def fleet(
     num_envs: int | None = None,
     module: str | Callable[..., Any] | None = None,
     seed: int | None = None,
+    env_config: Mapping[str, Any] | None = None,
+    until_steps: int | None = None,
+    until_return: float | None = None,
     run_dir: str | Path | None = None,
     config: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
+    **unknown: Never,
 ) -> RunningFleet:
     """Start a fleet on this machine, without a learner: this program is the learner. Return once it serves.
 
     - env: a gymnasium id, "package.module:make_env", an env class, or a function that builds an env.
     - workers, num_envs, seed: as for `headrace up`: worker processes, envs in each, the root of all seeds.
     - module: a function that builds the policy from its `Spaces`, or the name of the function; None: an actor-critic.
+    - env_config: keyword arguments of a gymnasium id, or the `EnvContext` of a callable.
+    - until_steps, until_return: the goal, at which the fleet ends: a number of env steps, a mean return.
     - run_dir: the folder of the run; None: a new one in runs/. The run in the folder goes on, if there is one.
     - config: a fleet.toml, or the name of a recipe.
-    - settings: all others, such as {"sampling.env_config": {"size": 8}, "fleet.until_steps": 50_000}.
+    - settings: all others, such as {"sampling.rollout_fragment_length": 64}.
 
     Workers import `env` and `module` by their names. A program that defines them itself starts its fleet under
     `if __name__ == "__main__":`, since workers import the program too.
 
-    Raises `ConfigError` for what workers cannot import, and `FleetError` with what `headrace up` says where the fleet
-    does not start.
+    Raises `ConfigError` for an unknown argument and for what workers cannot import, and `FleetError` with what
+    `headrace up` says where the fleet does not start.
     """
     if INSIDE in os.environ:
         raise ConfigError(
             "a worker of a fleet imports this program to find its env or module, and the program starts a fleet; "
             'put what starts the fleet below `if __name__ == "__main__":`'
         )
+    if unknown:
+        raise _unknown(next(iter(unknown)))
     folders: list[str] = []
     options: list[str] = []
     env_name = _named(env, "env", folders)
@@ -89,12 +101,25 @@ def fleet(
     for option, value in flags.items():
         options += [] if value is None else [option, str(value)]
     module_name = _named(module, "module", folders)
-    others = {"learner.enabled": False, **({} if module is None else {"module.build": module_name}), **(settings or {})}
-    for key, value in others.items():
+    others = {
+        "module.build": module_name,
+        "sampling.env_config": env_config,
+        "fleet.until_steps": until_steps,
+        "fleet.until_return": until_return,
+    }
+    given = {key: value for key, value in others.items() if value is not None}
+    for key, value in ({"learner.enabled": False} | given | dict(settings or {})).items():
         plain = _named(value, key, folders) if callable(value) else value
         options += ["--set", f"{key}={_as_json(key, plain)}"]
     path = Path(run_dir) if run_dir is not None else new_run_dir(env_name or "fleet")
     return RunningFleet(path, options, folders)
+
+
+def _unknown(name: str) -> ConfigError:
+    own = signature(fleet).parameters.keys() - {"unknown"}
+    setting = nearest_name(name, known_keys(), cutoff=0.6)
+    advice = nearest_name(name, own, cutoff=0.6) or (setting and f'settings={{"{setting}": ...}}')
+    return ConfigError(f"fleet() has no argument {name!r}; " + (f"did you mean {advice}?" if advice else _SETTINGS))
 
 
 def _named(target: str | Callable[..., Any] | None, key: str, folders: list[str]) -> str | None:
@@ -288,7 +313,8 @@ class RunningFleet:
         if not said and self.summary.get("balanced") is False:
             said = f"the fleet in {self.path} does not balance: `headrace audit {self.path}` says what is missing"
         said = said or f"`headrace up` of the fleet in {self.path} ended with exit code {code}"
-        return FleetError(str(said), ExitCode(code) if code in set(ExitCode) else ExitCode.FAILURE)
+        said = str(said).replace(" (from flag)", "")  # the program has given none
+        return FleetError(said, ExitCode(code) if code in set(ExitCode) else ExitCode.FAILURE)
 
 
 class _OwnFleet:
