@@ -63,8 +63,9 @@ class GymVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         if mode is AutoresetMode.DISABLED:
             raise ConfigError("must be SAME_STEP or NEXT_STEP, as this vector resets its envs", key="autoreset_mode")
         _check(config)
-        # As gymnasium: only `reset` gives seeds, and infos are the env's own objects, which need not fit a message.
-        config = config.model_copy(update={"seed_every_episode": False, "infos": "none"})
+        # As gymnasium: only `reset` gives seeds, and inline infos are the env's own objects: "none" copies none.
+        infos = "none" if config.env_placement == "inline" else "all"
+        config = config.model_copy(update={"seed_every_episode": False, "infos": infos})
         self._table = LaneTable(config, 0, SeedTree(config.seed, 0, 0, config.num_envs), RunnerTotals())
         envs = open_envs(self._table)
         if not isinstance(envs, EnvVector):
