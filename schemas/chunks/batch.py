@@ -213,7 +213,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     """For each chunk: its task's index in `tasks` + 1, or 0. None if no chunk has a task."""
     episode_ends: tuple[int, int] = (0, 0)
     """How many episodes of envs have (finished, been aborted) since its worker's last batch. An aborted one need not
-    have a chunk here. Those that a worker cuts short because it leaves in order do not count.
+    have a chunk here. Those that a worker cuts short because it leaves in order do not count. A recording has none.
     """
 
     @cached_property

@@ -159,7 +159,11 @@ def test_a_task_that_the_env_refuses_ends_the_evaluation_and_is_named(env: str) 
     config = config_of(f"support.envs.tasked:{env}", env_config={"refused": 2}, **agents, **NO_RESTART)
     with Evaluation(config, PlaySettings(episodes=2)) as evaluation, pytest.raises(ValueError, match="hard") as refused:
         evaluation.play(weights, (1, 1), never, {"level": 2})
-    assert refused.value.__notes__ == ['its task was {"level":2}']
+    advice, task = refused.value.__notes__
+    assert (advice, task) == (
+        "restart_failed_sub_environments = true rebuilds the env and goes on",
+        'its task was {"level":2}',
+    )
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def test_an_error_stays_short_whatever_a_file_names(tmp_path: Path) -> None:
 def test_headraces_own_code_needs_no_allow_option(tmp_path: Path) -> None:
     save_run(tmp_path)
     assert load_policy(tmp_path).version == (2, 9)
+    (tmp_path / "learner.checkpoint").unlink()
     save_run_of_two(tmp_path)
     assert load_policy(tmp_path).agents == ["short", "long"]
     public = {f"headrace.workers.connectors:{name}" for name in connectors.__all__} - {

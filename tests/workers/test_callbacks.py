@@ -287,15 +287,17 @@ def test_an_env_failure_calls_on_env_failed_and_on_episode_aborted() -> None:
 
 @KINDS
 def test_an_env_that_fails_in_reset_ends_the_episode_that_was_created(kind: Kind) -> None:
+    resets: list[int] = []
+
     class Stubborn(kind.env):  # type: ignore[misc, name-defined]
         def reset(self, **_: Any) -> Any:
-            self.config["resets"].append(1)
-            if len(self.config["resets"]) == 1:
+            resets.append(1)
+            if len(resets) == 1:
                 raise OSError("not yet")
             return super().reset(**_)
 
     seen = Recording()
-    with kind.make(Stubborn, env_config={"resets": []}, callbacks=[seen]) as sampler:
+    with kind.make(Stubborn, callbacks=[seen]) as sampler:
         sampler.sample(num_timesteps=1)
     events = [event for event, _ in seen.told if event != "on_sample_end"]
     created = ["on_environment_created", "on_episode_created"]

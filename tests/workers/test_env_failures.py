@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -524,7 +524,7 @@ class Ending(Counting):
     ("at", "failures"), [("construction", 2), ("reset", 2), ("step", 1), ("render", 0), ("close", 1)]
 )
 def test_an_error_that_is_no_exception_costs_that_env_only(kind: type[BaseException], at: str, failures: int) -> None:
-    config = {"kind": kind, "at": at, "lives": []}
+    config = {"kind": kind, "at": at, "lives": deque[int]()}  # which is shared, as a list is not
     with runner(Ending, num_envs=2, env_config=config) as sampler:
         sampler.sample(num_timesteps=6)
         assert (sampler.try_render_at(1) is None) == (at == "render")

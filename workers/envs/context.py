@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any
 
 from headrace.workers.envs.ownership import EnvLife
 
 
-class EnvContext(dict[str, Any]):
-    """A deep copy of the user's `env_config`, with attributes that say which env is built.
+def _own(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return {key: _own(part) for key, part in value.items()}
+    return kind(map(_own, value)) if kind in (list, tuple, set) else value
 
-    So each env can have its own port or map.
+
+class EnvContext(dict[str, Any]):
+    """A copy of the user's `env_config`, with attributes that say which env is built, as for a port of its own.
+
+    Dicts, lists and sets in it are copies too. Arrays and other objects are shared.
 
     `vector_index` is the env's place in its runner, from 0. `num_envs` is the runner's number of envs; a creator of a
     whole vector makes one of that size. `recreated`: the env replaces a failed one. `seed` is for envs that are seeded
@@ -31,7 +37,7 @@ class EnvContext(dict[str, Any]):
         recreated: bool = False,
         seed: int | None = None,
     ) -> None:
-        super().__init__(deepcopy(dict(env_config)))
+        super().__init__({key: _own(value) for key, value in env_config.items()})
         self.worker_index = worker_index
         self.num_workers = num_workers
         self.vector_index = vector_index

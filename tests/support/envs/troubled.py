@@ -151,7 +151,7 @@ class Unsound(gym.Env[Any, Any]):
         if fault < 0.01:
             raise RuntimeError("no step")
         reward = float("nan") if fault < 0.015 else float(self._time)
-        seen = np.full(1, -1.0 if 0.015 < fault < 0.02 else self._time, np.float32)
+        seen = np.full(1, np.nan if 0.015 < fault < 0.02 else self._time, np.float32)
         return seen, reward, bool(self.np_random.random() < 0.1), False, {"time": self._time}
 
 
