@@ -30,7 +30,7 @@ def info_json(info: Mapping[str, Any], left_out: Iterable[str] = ()) -> bytes:
     `left_out` names values that the info had, and is for `read_info`'s caller.
     """
     written = plain_json(info)
-    if not left_out and not (b"null" in written and _is_odd(info)):
+    if not left_out and not (b"null" in written and is_odd(info)):
         return written
     return plain_json({MARK: [*left_out], **_spelt(info)})
 
@@ -56,12 +56,12 @@ def _listed(value: Any) -> Any:
     raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
 
 
-def _is_odd(value: Any) -> bool:
-    """Return whether there is a number in the value that is not finite."""
+def is_odd(value: Any) -> bool:
+    """Return whether a number in the value is not finite."""
     if isinstance(value, np.ndarray):
-        return value.dtype.kind in "fO" and _is_odd(value.tolist())
+        return value.dtype.kind not in "biuU" and is_odd(value.tolist())
     if isinstance(value, Mapping | list | tuple):
-        return any(map(_is_odd, value.values() if isinstance(value, Mapping) else value))
+        return any(map(is_odd, value.values() if isinstance(value, Mapping) else value))
     return isinstance(value, float | np.floating) and not math.isfinite(value)
 
 

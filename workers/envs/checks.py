@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from headrace.schemas.basics.printable import brief, one_line
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.chunks.info_json import MARK, info_json, plain_json, read_info
+from headrace.schemas.chunks.info_json import MARK, info_json, is_odd, plain_json, read_info
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.manifest import DEFAULT_LIMITS
 from headrace.workers.envs.action_masks import MASK
@@ -99,7 +99,9 @@ def told_info(info: Any) -> tuple[dict[str, Any], bytes]:
     info that is no dict.
     """
     copy, written, left_out = _read_info(info)
-    return copy, info_json(copy, left_out) if written is None else written
+    if written is None or left_out or (b"null" in written and is_odd(copy)):
+        written = info_json(copy, left_out)
+    return copy, written
 
 
 def own_info(info: Any) -> dict[str, Any]:
@@ -110,21 +112,18 @@ def own_info(info: Any) -> dict[str, Any]:
 
 
 def _read_info(info: Any) -> tuple[dict[str, Any], bytes | None, Sequence[str]]:
-    """Return a copy, the info as JSON if it is plain, and what is left out."""
+    """Return a copy, the info as `plain_json` writes it if it can, and what is left out."""
     if not isinstance(info, dict):
         raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
     written: bytes | None = None
     try:
         written = plain_json(info)
-        if b"null" in written:
-            written = None  # perhaps for NaN
-        elif _ATOMS.issuperset(map(type, info.values())) and _TEXT.issuperset(map(type, info)) and MARK not in info:
+        if _ATOMS.issuperset(map(type, info.values())) and _TEXT.issuperset(map(type, info)) and MARK not in info:
             return dict(info), written, ()
     except BaseException as error:  # noqa: BLE001 - a user's class
         raise_stop(error)
     copying = _Copying()
-    copy = copying.of_info(info)
-    return copy, None if copying.left_out else written, copying.left_out
+    return copying.of_info(info), written, copying.left_out
 
 
 def heard_info(info: dict[str, Any]) -> dict[str, Any]:
