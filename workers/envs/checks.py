@@ -34,6 +34,7 @@ _TEXT = {str}
 _ATOMS = {type(None), bool, int, float, str, *(np.dtype(kind).type for kind in "?bhilqBHILQefd")}
 INFO_DEPTH = DEFAULT_LIMITS.header_depth - 4
 """Most levels of an info. In a message of an env host, infos of several agents lie four levels deep."""
+_CONTAINERS = (dict, list, tuple, Mapping, Set, deque, range)
 _KEYS = {type(None), bool, int}
 """Kinds of keys, besides text, that a copy keeps."""
 _MOST_NAMES = 8
@@ -172,7 +173,7 @@ class _Copying:
             return str(value) if kind is int and not -(2**63) <= value < 2**64 else value
         if isinstance(value, np.ndarray):
             return self._of_array(value, place)
-        if isinstance(value, dict | list | tuple | Mapping | Set | deque | range):
+        if isinstance(value, _CONTAINERS):
             return self._within(value, value, place)
         if isinstance(value, Enum):
             return self.of(value.value, place)
@@ -219,7 +220,8 @@ class _Copying:
         try:
             if isinstance(parts, Mapping):
                 return self._of_mapping(parts, place)
-            own = [self._of_element(part, (place, ...)) for part in _in_order(parts)]
+            in_order = sorted(parts, key=repr) if isinstance(parts, Set) else parts
+            own = [self._of_element(part, (place, ...)) for part in in_order]
             return tuple(own) if isinstance(parts, tuple) else own
         finally:
             self._around.discard(id(value))
@@ -254,10 +256,6 @@ class _Copying:
             self.left_out.append(name)
 
 
-def _in_order(parts: Any) -> Any:
-    return sorted(parts, key=repr) if isinstance(parts, Set) else parts
-
-
 def _text(value: str) -> str:
     """Return the text, with escapes for lone surrogates."""
     return value if value.isascii() else value.encode(errors="backslashreplace").decode()
@@ -265,12 +263,10 @@ def _text(value: str) -> str:
 
 def _names_of(key: Any) -> tuple[Any, str]:
     """Return a key as a copy has it, and as JSON has it."""
-    if isinstance(key, str):
-        text = _text(str(key))
-        return text, text
     text = ""
-    with suppress(TypeError):
-        (text,) = orjson.loads(plain_json({key: 0}))
+    if not isinstance(key, str):
+        with suppress(TypeError):
+            (text,) = orjson.loads(plain_json({key: 0}))
     if not text or (text == "null" and key is not None):
         text = _text(str(key))
         return text, text
