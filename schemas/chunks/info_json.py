@@ -60,8 +60,8 @@ def is_odd(value: Any) -> bool:
     """Return whether a number in the value is not finite."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind not in "biuU" and is_odd(value.tolist())
-    if isinstance(value, Mapping | list | tuple):
-        return any(map(is_odd, value.values() if isinstance(value, Mapping) else value))
+    if isinstance(value, dict | list | tuple):
+        return any(map(is_odd, value.values() if isinstance(value, dict) else value))
     return isinstance(value, float | np.floating) and not math.isfinite(value)
 
 
@@ -70,7 +70,7 @@ def _spelt(value: Any) -> Any:
         return value if math.isfinite(value) else f"{MARK}{float(value)}"
     if isinstance(value, str):
         return MARK + value if value.startswith(MARK) else value
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _spelt(part) for key, part in value.items()}
     if isinstance(value, np.ndarray):
         return _spelt(value.tolist()) if value.dtype.kind in "fUO" else value
