@@ -30,7 +30,7 @@ def info_json(info: Mapping[str, Any], left_out: Iterable[str] = ()) -> bytes:
     `left_out` names values that the info had, and is for `read_info`'s caller.
     """
     written = plain_json(info)
-    if not left_out and not (b"null" in written and _is_odd(info)):
+    if not left_out and not (b"null" in written and is_odd(info)):
         return written
     return plain_json({MARK: [*left_out], **_spelt(info)})
 
@@ -56,12 +56,12 @@ def _listed(value: Any) -> Any:
     raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
 
 
-def _is_odd(value: Any) -> bool:
-    """Return whether there is a number in the value that is not finite."""
+def is_odd(value: Any) -> bool:
+    """Return whether a number in the value is not finite."""
     if isinstance(value, np.ndarray):
-        return value.dtype.kind in "fO" and _is_odd(value.tolist())
-    if isinstance(value, Mapping | list | tuple):
-        return any(map(_is_odd, value.values() if isinstance(value, Mapping) else value))
+        return value.dtype.kind not in "biuU" and is_odd(value.tolist())
+    if isinstance(value, dict | list | tuple):
+        return any(map(is_odd, value.values() if isinstance(value, dict) else value))
     return isinstance(value, float | np.floating) and not math.isfinite(value)
 
 
@@ -70,7 +70,7 @@ def _spelt(value: Any) -> Any:
         return value if math.isfinite(value) else f"{MARK}{float(value)}"
     if isinstance(value, str):
         return MARK + value if value.startswith(MARK) else value
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _spelt(part) for key, part in value.items()}
     if isinstance(value, np.ndarray):
         return _spelt(value.tolist()) if value.dtype.kind in "fUO" else value

@@ -134,6 +134,13 @@ def test_a_request_that_is_too_long_is_refused_before_it_has_arrived(server: Ser
         assert "of more than 65536 bytes" in client.hear_refusal(413, "too_large")
 
 
+def test_the_bound_of_headers_is_of_each_request_of_a_connection(server: Served) -> None:
+    with RawHttp(server.url) as client:
+        for _ in range(3):
+            client.say(b"GET /v1/spaces HTTP/1.1\r\nx: " + b"a" * (HEAD_BYTES // 2) + b"\r\n\r\n")
+            assert client.hear().status == 200
+
+
 def test_small_chunks_of_a_body_take_little_more_memory_than_the_body() -> None:
     with Served(replace(LIMITS, max_message_bytes=1 << 22)) as server, RawHttp(server.url) as client:
         said = head(STEP, "Transfer-Encoding: chunked") + b"2\r\nxy\r\n" * 500_000 + b"0\r\n\r\n"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from headrace.schemas.basics.printable import brief, one_line
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.chunks.info_json import MARK, info_json, plain_json, read_info
+from headrace.schemas.chunks.info_json import MARK, info_json, is_odd, plain_json, read_info
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.manifest import DEFAULT_LIMITS
 from headrace.workers.envs.action_masks import MASK
@@ -34,6 +34,7 @@ _TEXT = {str}
 _ATOMS = {type(None), bool, int, float, str, *(np.dtype(kind).type for kind in "?bhilqBHILQefd")}
 INFO_DEPTH = DEFAULT_LIMITS.header_depth - 4
 """Most levels of an info. In a message of an env host, infos of several agents lie four levels deep."""
+_CONTAINERS = (dict, list, tuple, Mapping, Set, deque, range)
 _KEYS = {type(None), bool, int}
 """Kinds of keys, besides text, that a copy keeps."""
 _MOST_NAMES = 8
@@ -99,7 +100,9 @@ def told_info(info: Any) -> tuple[dict[str, Any], bytes]:
     info that is no dict.
     """
     copy, written, left_out = _read_info(info)
-    return copy, info_json(copy, left_out) if written is None else written
+    if written is None or left_out or (b"null" in written and is_odd(copy)):
+        written = info_json(copy, left_out)
+    return copy, written
 
 
 def own_info(info: Any) -> dict[str, Any]:
@@ -110,21 +113,18 @@ def own_info(info: Any) -> dict[str, Any]:
 
 
 def _read_info(info: Any) -> tuple[dict[str, Any], bytes | None, Sequence[str]]:
-    """Return a copy, the info as JSON if it is plain, and what is left out."""
+    """Return a copy, the info as `plain_json` writes it if it can, and what is left out."""
     if not isinstance(info, dict):
         raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
     written: bytes | None = None
     try:
         written = plain_json(info)
-        if b"null" in written:
-            written = None  # perhaps for NaN
-        elif _ATOMS.issuperset(map(type, info.values())) and _TEXT.issuperset(map(type, info)) and MARK not in info:
+        if _ATOMS.issuperset(map(type, info.values())) and _TEXT.issuperset(map(type, info)) and MARK not in info:
             return dict(info), written, ()
     except BaseException as error:  # noqa: BLE001 - a user's class
         raise_stop(error)
     copying = _Copying()
-    copy = copying.of_info(info)
-    return copy, None if copying.left_out else written, copying.left_out
+    return copying.of_info(info), written, copying.left_out
 
 
 def heard_info(info: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class _Copying:
             return str(value) if kind is int and not -(2**63) <= value < 2**64 else value
         if isinstance(value, np.ndarray):
             return self._of_array(value, place)
-        if isinstance(value, dict | list | tuple | Mapping | Set | deque | range):
+        if isinstance(value, _CONTAINERS):
             return self._within(value, value, place)
         if isinstance(value, Enum):
             return self.of(value.value, place)
@@ -220,7 +220,8 @@ class _Copying:
         try:
             if isinstance(parts, Mapping):
                 return self._of_mapping(parts, place)
-            own = [self._of_element(part, (place, ...)) for part in _in_order(parts)]
+            in_order = sorted(parts, key=repr) if isinstance(parts, Set) else parts
+            own = [self._of_element(part, (place, ...)) for part in in_order]
             return tuple(own) if isinstance(parts, tuple) else own
         finally:
             self._around.discard(id(value))
@@ -255,10 +256,6 @@ class _Copying:
             self.left_out.append(name)
 
 
-def _in_order(parts: Any) -> Any:
-    return sorted(parts, key=repr) if isinstance(parts, Set) else parts
-
-
 def _text(value: str) -> str:
     """Return the text, with escapes for lone surrogates."""
     return value if value.isascii() else value.encode(errors="backslashreplace").decode()
@@ -266,12 +263,10 @@ def _text(value: str) -> str:
 
 def _names_of(key: Any) -> tuple[Any, str]:
     """Return a key as a copy has it, and as JSON has it."""
-    if isinstance(key, str):
-        text = _text(str(key))
-        return text, text
     text = ""
-    with suppress(TypeError):
-        (text,) = orjson.loads(plain_json({key: 0}))
+    if not isinstance(key, str):
+        with suppress(TypeError):
+            (text,) = orjson.loads(plain_json({key: 0}))
     if not text or (text == "null" and key is not None):
         text = _text(str(key))
         return text, text

@@ -43,7 +43,7 @@ as for processes of envs. A STEP's seed, unless NO_SEED, is for the reset that f
 WITHOUT_SEED asks for a reset without a seed.
 """
 Info = dict[str, Any] | None
-Farthest = Annotated[tuple[FiniteFloat, FiniteFloat], Strict(False)]
+ValueAndBound = Annotated[tuple[FiniteFloat, FiniteFloat], Strict(False)]
 
 
 class EnvHostHello(Message):
@@ -118,7 +118,7 @@ class EnvAnswers(Message):
     infos: ListOf[Annotated[tuple[Place, dict[str, Any]], Strict(False)]] = Field(default=[])
     failures: ListOf[Annotated[tuple[Place, str, bool, dict[str, Any]], Strict(False)]] = Field(default=[])
     """(place, call that failed, whether that call returned, the error): the place has no env now."""
-    outside: ListOf[Annotated[tuple[Natural, dict[str, Farthest]], Strict(False)]] = Field(default=[])
+    outside: ListOf[Annotated[tuple[Natural, dict[str, ValueAndBound]], Strict(False)]] = Field(default=[])
     """(number of observations outside their Box, part -> (value farthest outside, its bound)), since the last answer.
     Hosts of wire version 1.0 do not tell it.
     """

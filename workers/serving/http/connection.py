@@ -51,10 +51,10 @@ class HttpConnection(asyncio.Protocol):
         self._waiting_since = self._loop.time()
         """Time at which the server began to wait: for an answer, for the next bytes, or for the client to read."""
         self._in_request = self._in_head = True
-        self._head_bytes = 0
         """True from the first byte of a request to its last, and before the first request."""
         self._request_bytes = 0
         """Number of bytes of that request that have been parsed."""
+        self._head_bytes = 0
         self._target, self._headers, self._body = b"", dict[bytes, bytes](), bytearray()
 
     # -- called by asyncio and by the server --------------------------------------------------------------------------
@@ -128,6 +128,7 @@ class HttpConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         """Reset the parts of the request."""
         self._in_request = self._in_head = True
+        self._head_bytes = 0
         self._target, self._headers, self._body = b"", {}, bytearray()
 
     def on_url(self, url: bytes) -> None:
