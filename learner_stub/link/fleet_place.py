@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,18 @@ def recorded_kind(where: object) -> str | None:
 
 
 def find_fleet(
-    where: Where | Sequence[Where], connect_timeout_s: float, options: Mapping[str, Any]
+    where: Where | Sequence[Where],
+    connect_timeout_s: float,
+    options: Mapping[str, Any],
+    pause: Callable[[float], object] = time.sleep,
 ) -> tuple[str | list[str], dict[str, Any]]:
     """Return a fleet's address for learners, once its broker serves, and the options to connect with.
 
     `where` is a run directory, or a rendezvous: a file or URL, whose name ends in .json unless the file is there
     already. None: the rendezvous in HEADRACE_FLEET__RENDEZVOUS. A fleet of several brokers has a list of places, and
     gets a list of addresses: "" for a broker that does not serve. Keys are those in the config of the run, unless
-    `options` has others. Raises `UnreachableError` when no broker serves within `connect_timeout_s`, and `ConfigError`
-    if `where` names no place.
+    `options` has others. Raises `UnreachableError` when no broker serves within `connect_timeout_s`, or until `pause`
+    returns true, and `ConfigError` if `where` names no place.
     """
     several = isinstance(where, Sequence) and not isinstance(where, str)
     places = list(where) if isinstance(where, Sequence) and not isinstance(where, str) else [where]
@@ -71,7 +75,7 @@ def find_fleet(
     sources = [_source_at(place) for place in places]
     if not sources:
         raise ConfigError("an empty list names no fleet; give a run directory or a rendezvous for each broker")
-    await_address(FirstOf(sources), "learner", connect_timeout_s)
+    await_address(FirstOf(sources), "learner", connect_timeout_s, pause)
     endpoints = [source.find("learner") for source in sources]
     if not any(endpoints):
         raise UnreachableError("broker", f"any address: {sources[0].problem}", connect_timeout_s)

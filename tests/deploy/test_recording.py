@@ -245,6 +245,19 @@ def _record(run_dir: Path, folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.processes
+def test_headrace_record_that_waits_for_its_fleet_ends_in_order_at_sigterm(tmp_path: Path) -> None:
+    waiting = _record(tmp_path / "run", tmp_path / "recording")
+    try:
+        assert waiting.stderr is not None
+        assert "waiting for it" in waiting.stderr.readline()
+        waiting.send_signal(signal.SIGTERM)
+        _, errors = waiting.communicate(timeout=TIMEOUT_S)
+    finally:
+        waiting.kill()
+    assert waiting.returncode == 0, errors
+
+
+@pytest.mark.processes
 def test_headrace_record_has_each_step_of_a_fleet_once_over_a_restart(tmp_path: Path) -> None:
     run_dir, folder = tmp_path / "run", tmp_path / "recording"
     words = ("--env", "CartPole-v1", "--workers", "1", "--set", "broker.consumer_groups.record=wait")

@@ -6,7 +6,7 @@ import logging
 import math
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +16,8 @@ from headrace.deploy.command.option_table import command
 from headrace.deploy.run.options import Asked
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import say
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.basics.stop_event import stop_event
+from headrace.schemas.errors import ConfigError, UnreachableError
 
 log = logging.getLogger("headrace.deploy")
 app = typer.Typer()
@@ -46,28 +47,32 @@ def record(
     It reads as a consumer group, whose name in broker.consumer_groups says whether workers wait for it. Needs the extra
     record.
     """
-    check_pyarrow()
-    from headrace.deploy.annexes.recording.recording_folder import RecordingFolder
-    from headrace.deploy.annexes.recording.recording_loop import Recording
-    from headrace.learner_stub import EpisodeStream
-    from headrace.schemas.basics.stop_event import stop_event
-    from headrace.schemas.errors import writing
+    with stop_event() as stopping:  # before imports, which take a while
+        check_pyarrow()
+        from headrace.deploy.annexes.recording.recording_folder import RecordingFolder
+        from headrace.deploy.annexes.recording.recording_loop import Recording
+        from headrace.learner_stub import EpisodeStream
+        from headrace.learner_stub.link.fleet_place import find_fleet
+        from headrace.schemas.errors import writing
 
-    set_up_logging(Identity("", "record"))
-    with writing(folder):
-        recorded = RecordingFolder(folder)
-    where = run[0] if len(run) == 1 else run
-    with (
-        recorded,
-        EpisodeStream.of(where, group=group, position=recorded.position, auto_commit=False) as stream,
-        stop_event() as stopping,
-    ):
-        log.info(
-            "headrace %s records group %s of %s in %s, from file %d on",
-            *(version("headrace"), group, stream.endpoint, folder, recorded.number + 1),
-        )
-        recording = Recording(stream, recorded, max_bytes=max_bytes, max_age_s=max_age_s)
-        recording.run(stopping)
+        set_up_logging(Identity("", "record"))
+        with writing(folder):
+            recorded = RecordingFolder(folder)
+        with recorded:
+            options: dict[str, Any] = {"group": group, "position": recorded.position, "auto_commit": False}
+            try:
+                endpoint, options = find_fleet(run[0] if len(run) == 1 else run, 60.0, options, stopping.wait)
+            except UnreachableError:
+                if stopping.is_set():
+                    return
+                raise
+            with EpisodeStream(endpoint, **options) as stream:
+                log.info(
+                    "headrace %s records group %s of %s in %s, from file %d on",
+                    *(version("headrace"), group, stream.endpoint, folder, recorded.number + 1),
+                )
+                recording = Recording(stream, recorded, max_bytes=max_bytes, max_age_s=max_age_s)
+                recording.run(stopping)
     say(recording.in_words())
 
 
