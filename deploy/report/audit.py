@@ -42,7 +42,6 @@ from headrace.schemas.errors import RunDirError
 F = TypeVar("F")
 T = TypeVar("T")
 
-"""Columns of a table that goes to a file or a pipe, which has no width of its own."""
 CATCH_UP_S = 5.0
 PAUSE_S = 0.25
 OLDEST_UNSETTLED_S = 60.0

@@ -35,6 +35,8 @@ from headrace.schemas.chunks.episodes import episodes_of
 from headrace.schemas.errors import ConfigError, ModuleError
 
 _BUFFERS = ("RolloutBuffer", "DictRolloutBuffer", "ReplayBuffer", "DictReplayBuffer")
+_COMPARED = 64
+"""Most steps of a batch whose values are compared with the model's."""
 
 
 def updates(
@@ -58,8 +60,9 @@ def updates(
     `merger` merges what the workers' connectors learn, such as `MeanStd`; its state is published with the weights.
 
     Raises `ConfigError` for a `total_timesteps` below 1, and `ModuleError` for a model that does not fit, both before
-    anything is published; `ConnectorError` where workers have connectors that learn and `merger` has not; and the
-    errors of `stream` and `weights`: a `WeightsMismatchError` where the workers' module is another one.
+    anything is published; `ModuleError` before it trains PPO or A2C whose values are not those that workers give;
+    `ConnectorError` where workers have connectors that learn and `merger` has not; and the errors of `stream` and
+    `weights`: a `WeightsMismatchError` where the workers' module is another one.
     """
     if total_timesteps < 1:
         raise ConfigError(f"{total_timesteps} is no number of steps to train on; give 1 or more", key="total_timesteps")
@@ -72,17 +75,24 @@ def updates(
     if hasattr(model, "exploration_schedule"):
         model.exploration_rate = model.exploration_schedule(model._current_progress_remaining)
     merger = merger or ConnectorMerger()
-    weights.publish(_acting(model, merger))
+    first = weights.publish(_acting(model, merger))
     if model.num_timesteps >= total_timesteps:
         return
-    yield from (_on_policy if hasattr(model, "rollout_buffer") else _off_policy)(
-        model, stream, weights, total_timesteps, merger
-    )
+    if hasattr(model, "rollout_buffer"):
+        yield from _on_policy(model, stream, weights, total_timesteps, merger, first)
+    else:
+        yield from _off_policy(model, stream, weights, total_timesteps, merger)
 
 
 def _on_policy(
-    model: Any, stream: EpisodeStream, weights: WeightPublisher, total_timesteps: int, merger: ConnectorMerger
+    model: Any,
+    stream: EpisodeStream,
+    weights: WeightPublisher,
+    total_timesteps: int,
+    merger: ConnectorMerger,
+    first: int,
 ) -> Iterator[int]:
+    is_trained = False
     shape = model.rollout_buffer.buffer_size, model.rollout_buffer.n_envs
     try:
         gathered: list[ChunkBatch] = []
@@ -94,7 +104,10 @@ def _on_policy(
             is_over = batch is None or model.num_timesteps >= total_timesteps
             if is_over or sum(part.steps for part in gathered) >= model.n_steps * model.n_envs:
                 if fill(model, gathered):
+                    if not is_trained:  # the model still is as it was published
+                        _check_values(model, gathered, weights, first)
                     model.train()
+                    is_trained = True
                     _tell(model, weights, merger)
                     yield model.num_timesteps
                 gathered = []
@@ -240,6 +253,25 @@ def _check(model: Any, stream: EpisodeStream) -> None:
     if model.get_vec_normalize_env() is not None:
         raise ModuleError("the model's VecNormalize sees no step of the fleet; use the connector MeanStd and a merger")
     stream.spaces().check_gymnasium(model.observation_space, model.action_space, f"this {type(model).__name__}")
+
+
+def _check_values(model: Any, batches: Sequence[ChunkBatch], weights: WeightPublisher, seq: int) -> None:
+    """Raise `ModuleError` where workers with the weights of `model`, published as `seq`, value states in another way.
+
+    Weights fit by names and shapes, which leave out such settings as `activation_fn`.
+    """
+    for batch in map(chosen, batches):
+        steps = np.flatnonzero(batch.columns["weights_seq"] == seq)[:_COMPARED]
+        if not len(steps) or batch.learner_epoch != weights.epoch:
+            continue
+        own = _values(model, map_arrays(lambda rows, at=steps: rows[at], batch.transitions().obs))
+        told = batch.columns["values"][steps]
+        if np.abs(own - told).mean() > 0.05 * np.abs(own).mean() + 1e-3:
+            raise ModuleError(
+                f"workers with the weights of this {type(model).__name__} value their first states at "
+                f"{told.mean():.4g} on average, and it does at {own.mean():.4g}: its policy_kwargs, such as "
+                "activation_fn, are not those of the fleet; give both the same, see module.config"
+            )
 
 
 def _acts_in_workers(model: Any) -> bool:

@@ -267,9 +267,8 @@ def shapes_in_words(trees: Mapping[str, Any]) -> str:
 
 def arrays_in_words(view: Any) -> str:
     """Return the names and shapes of the arrays of a dataclass, for its repr."""
-    return (
-        f"<{type(view).__name__}: {shapes_in_words({field.name: getattr(view, field.name) for field in fields(view)})}>"
-    )
+    named = {field.name: getattr(view, field.name) for field in fields(view)}
+    return f"<{type(view).__name__}: {shapes_in_words(named)}>"
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -613,3 +613,26 @@ def test_a_model_whose_weights_become_nan_is_not_published_and_its_loss_is_logge
     with pytest.raises(NotFiniteError, match="lower learning rate"):
         sb3._tell(model, cast(Any, fleet), ConnectorMerger())
     assert [list(row) for row in logged] == [["train/loss"]]
+
+
+@pytest.mark.parametrize("activation", [torch.nn.Tanh, torch.nn.ReLU])
+def test_a_model_whose_policy_only_behaves_otherwise_than_the_workers_is_refused(activation: Any) -> None:
+    model = PPO(
+        "MlpPolicy",
+        "CartPole-v1",
+        n_steps=32,
+        batch_size=32,
+        policy_kwargs={"activation_fn": activation},
+        device="cpu",
+    )
+    config = EnvRunnerConfig(env="CartPole-v1", num_envs=2, seed=0, module=build)
+    with SingleAgentEnvRunner(config) as runner:
+        runner.set_weights(model.policy.state_dict(), seq=1, learner_epoch=3)
+        batches = Recorded([runner.sample(num_timesteps=32)])
+    fleet = SimpleNamespace(epoch=3, publish=lambda state: 1, log=lambda figures: None)
+    trained = sb3.updates(model, cast(Any, batches), cast(Any, fleet), 32)
+    if activation is torch.nn.Tanh:
+        assert list(trained)
+        return
+    with pytest.raises(ModuleError, match="activation_fn"):
+        list(trained)
