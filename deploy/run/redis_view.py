@@ -170,14 +170,14 @@ class FleetView(Closable):
         except RedisUnavailableError:
             if self._told is None:
                 raise
-        if seen := keys.other_contract(raw["fleet"].get(b"contract_version")):
-            raise RedisContractError(self._url, self._fleet_id, seen, keys.CONTRACT_VERSION)
         values = HashParser()
         if self._told is not None:
             if (values.moment("fleet", raw["fleet"].get(b"reported_unix_s")) or 0.0) < self._told.reported_unix_s:
                 raw |= _hashes(self._told)
             else:
                 self._told = None  # of a broker that died meanwhile
+        if seen := keys.other_contract(raw["fleet"].get(b"contract_version")):
+            raise RedisContractError(self._url, self._fleet_id, seen, keys.CONTRACT_VERSION)
         rows, folded = values.rows(raw["ledger"]), values.folded(raw["folded"])
         lease = values.lease(raw["lease"])
         groups = values.groups(*(raw[key.name] for key in keys.OF_GROUPS))

@@ -139,7 +139,8 @@ def test_a_stop_during_a_long_update_kills_no_process_and_loses_no_step(
 
 @pytest.mark.thorough
 def test_the_progress_line_names_lost_steps_and_the_newest_and_first_failure_of_an_env(tmp_path: Path) -> None:
-    arguments = ("--env", "support.envs.fleet:one_leaves_its_space", "--workers", "1", "--num-envs", "8")
+    env = ("--env", "support.envs.fleet:one_leaves_its_space", "--set", "sampling.strict_bounds=true")
+    arguments = (*env, "--workers", "1", "--num-envs", "8")
     with RunningFleet(tmp_path, *arguments) as fleet:
         lost = r"discarded [\d,]+ steps \([\d.]+ % of all: .*env_bad_data [\d,]+.*\)"
         newest = r"env failures [\d,]+, the newest \d+ s ago \(worker-0: env_\w+ in env [01] at step \d+: .*\)"
