@@ -209,7 +209,10 @@ class Broker:
     ) -> None:
         before = read_broker_file(run_dir)
         if before is not None and before.fleet_id != fleet_id:
-            raise ConfigError(f"{run_dir} belongs to fleet {before.fleet_id!r}, not {fleet_id!r}", key="fleet.fleet_id")
+            detail = (
+                f"{run_dir} belongs to fleet {before.fleet_id!r}, not {fleet_id!r}; name that, or another --run-dir"
+            )
+            raise ConfigError(detail, key="fleet.fleet_id")
         self.config = config
         self.fleet_id = fleet_id
         self.sockets = BrokerSockets(config, run_dir, before.endpoints if before else None, keys)

@@ -1,7 +1,8 @@
 """run_dir/report.json: what Redis should hold of the fleet, there while Redis is away or refuses. Mode 0600.
 
 The reporter's thread writes it at each report of the broker, and removes it once Redis has everything. So whoever reads
-the fleet's numbers (`FleetView`) has them, with Redis or without.
+the fleet's numbers (`FleetView`) has them, with Redis or without. It is there too while the supervisor alone cannot
+reach Redis, as fleet.json says.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from headrace.broker.redis.rows import ReceivedRow, fields_of
-from headrace.schemas.basics.run_files import read_regular, replace_private
+from headrace.schemas.basics.run_files import read_object, read_regular, replace_private
 
 _BYTES_PER_S = 1_000_000
 """A pause after each write is so long that the file takes no more of the disk in the long run."""
@@ -80,6 +81,12 @@ class ReportFile:
         text = orjson.dumps(content)
         self._is_there, self._not_before = True, time.monotonic() + len(text) / _BYTES_PER_S
         replace_private(self._path, text)
+
+    def asked(self) -> RedisAway | None:
+        """Return since when the supervisor cannot reach Redis; None while it can, and without one."""
+        since = read_object(self._path.with_name("fleet.json")).get("redis_away_unix_s")
+        reason = "it answers the broker, and not the supervisor"
+        return RedisAway(since, reason) if isinstance(since, float) else None
 
     def remove(self) -> None:
         """Remove the file, if it may be there. Raises `OSError`."""

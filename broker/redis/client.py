@@ -24,6 +24,7 @@ from redis.exceptions import (
     ExecAbortError,
     NoPermissionError,
     OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
 )
 from redis.retry import Retry
@@ -132,6 +133,8 @@ def unusable(url: str, error: BaseException, timeout_s: float, advice: str = STA
     """Return the error that says why the Redis at `url`, whose call has raised `error`, cannot be used."""
     if isinstance(error, NoPermissionError):
         advice = MAKE_USERS
+    elif isinstance(error, OutOfMemoryError | ReadOnlyError):
+        advice = "free its memory, or name its primary by --redis-url"
     elif isinstance(error, _NO_CONNECTION) and not isinstance(error, AuthenticationError | BusyLoadingError):
         cause = error.__context__
         if without_password(url).startswith("rediss:") and not isinstance(cause, ConnectionRefusedError):

@@ -347,10 +347,12 @@ class RedisReporter:
         with self._news:
             away_since, rows = self._away_since, list(self._rows)
         try:
-            if away_since is None:
+            away = self._report_file.asked()
+            if away_since is not None:
+                away = RedisAway(time.time() - (time.monotonic() - away_since), self._away_reason)
+            if away is None:
                 self._report_file.remove()
             elif self._taken_unix_s is not None:
-                away = RedisAway(time.time() - (time.monotonic() - away_since), self._away_reason)
                 hashes = self._merge.hashes_of(self._mirror.whole(), self._taken_unix_s)
                 self._report_file.write(away, self._taken_unix_s, hashes, rows)
         except OSError as error:

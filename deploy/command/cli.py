@@ -30,6 +30,7 @@ from headrace.deploy.run.run_dir import KEYS_FOLDER, new_run_dir
 from headrace.deploy.run.several_brokers import whole_run_dir
 from headrace.deploy.terminal.logs import wants_tracebacks
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
+from headrace.schemas.basics.stop_event import StoppedError
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, machine_error
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ def main() -> None:
         sys.path.insert(0, str(Path.cwd()))  # so that `package.module:make_env` is found here, as by `python -m`
     try:
         command_line()()
+    except StoppedError as stopped:
+        say(str(stopped), sys.stderr)
+        write_exit_record(exit_record_at, ExitCode.OK)
     except Exception as error:
         told = error if isinstance(error, HeadraceError) else machine_error(error)
         if told is None:
@@ -181,16 +185,17 @@ def _resumed(resume: Path, asked: Asked) -> tuple[Asked, Path]:
 
 
 def _print_end(summary: Summary, config: FleetConfig, *, as_json: bool) -> None:
-    """Print the summary. A fleet that failed before its first step has only its error to show."""
-    from headrace.deploy.report.summary import next_command, print_summary
+    """Print the summary, and what to do next. A fleet that failed before its first step has no summary to show."""
+    from headrace.deploy.report.summary import next_commands, print_summary
 
     with ignore_closed_reader(sys.stdout):
         if as_json:
             say(summary.as_json().decode())
-        elif summary.failure is None or summary.steps:
+            return
+        if summary.failure is None or summary.steps:
             print_summary(summary, sys.stdout)
-            if line := next_command(summary, config):
-                say(f"play its policy: {line}")
+        for line in next_commands(summary, config):
+            say(line)
 
 
 @command(app, "headrace scale 8", "headrace scale 0 --run-dir runs/a", options="workers run_dir config")

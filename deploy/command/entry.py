@@ -1,4 +1,4 @@
-"""Entry point of the `headrace` command. It imports next to nothing before Ctrl-C ends the process quietly.
+"""Entry point of the `headrace` command. It imports next to nothing before it handles Ctrl-C and SIGTERM.
 
 The imports of a command take a second or more. A `KeyboardInterrupt` in the midst of them prints a traceback, or is
 lost in a library that catches it.
@@ -26,54 +26,74 @@ UNHEALTHY = 21
 _CONFIG = 3
 """Its exit code CONFIG."""
 
-INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended: 128 and the number of SIGINT, as shells have it."""
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes of a command that Ctrl-C or SIGTERM ended: 128 and the signal's number, as shells have it."""
 
 _PATIENCE_S = 2.0
 """Seconds that threads which are not daemons, and processes of multiprocessing, get at the end of a process."""
 _PATIENCE_OF_UP_S = 10.0
 """`headrace up` runs no env, but a logger of the user's may have a file to send: it gets as long as for its `close`."""
 
+_STOPPED = "stopped by SIGTERM"
+
 _UNWRITABLE = 120
 """Python's exit code where output cannot be written."""
 
-_is_interrupted = False
+_came = 0
+"""The number of the first signal that came."""
 
 _START_NOTHING = frozenset(("--help", "--print-config"))
 """Options with which a command starts nothing."""
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C ends it with `INTERRUPTED`, until a command that drains takes the signal.
+    """Run the command line."""
+    status = run_to_end(_run_command_line, _PATIENCE_OF_UP_S if sys.argv[1:2] == ["up"] else _PATIENCE_S)
+    sys.exit(status)  # type: ignore[arg-type]  # Python reports output that cannot be written, or a message
 
+
+def run_to_end(command: Callable[[], None], patience_s: float = _PATIENCE_S) -> object:
+    """Run a command and end this process. Return the exit status only where `end_process` returns.
+
+    Until a command that drains takes the signals, Ctrl-C ends it with `INTERRUPTED`, and SIGTERM with `TERMINATED`.
     Handle SIGINT even if it was inherited as ignored, as by `headrace up &` in a script. Ctrl-C then ends the script
     and this process.
     """
-    signal.signal(signal.SIGINT, _on_interrupt)
+    status: object = 0
+    try:
+        signal.signal(signal.SIGINT, _on_signal)
+        signal.signal(signal.SIGTERM, _on_signal)
+        os.register_at_fork(after_in_child=_die_of_sigterm)
+        command()
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+        if _came == signal.SIGTERM:
+            status = TERMINATED
+            say(_STOPPED, sys.stderr)
+    except SystemExit as end:
+        status = end.code
+    except Exception:  # noqa: BLE001 - the interpreter would show it too, and then wait for all threads
+        say(traceback.format_exc().rstrip(), sys.stderr)
+        status = 1
+    signal.signal(signal.SIGINT, _end_at_once)
+    signal.signal(signal.SIGTERM, _end_at_once)
+    end_process(status, patience_s)
+    return status
+
+
+def _run_command_line() -> None:
     open_std_streams()  # an import may leave a file open, which would get the number of a closed stream
     if fault := _fault_of_place():
         say(f"error: {fault}", sys.stderr)
         sys.exit(_CONFIG)
     if sys.argv[1:2] == ["health"]:
         _answer_plain_probe(sys.argv[2:])
-    status: object = 0
-    try:
-        if _starts_processes(sys.argv[1:]):
-            _start_fork_server()
-        gc.disable()  # garbage collection of lasting objects takes a seventh of the import time
-        run_command = _import_command_line()
-        gc.enable()
-        run_command()
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-    except SystemExit as end:
-        status = end.code
-    except Exception:  # noqa: BLE001 - the interpreter would show it too, and then wait for all threads
-        say(traceback.format_exc().rstrip(), sys.stderr)
-        status = 1
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
-    end_process(status, _PATIENCE_OF_UP_S if sys.argv[1:2] == ["up"] else _PATIENCE_S)
-    sys.exit(status)  # type: ignore[arg-type]  # Python reports output that cannot be written, or a message
+    if _starts_processes(sys.argv[1:]):
+        _start_fork_server()
+    gc.disable()  # garbage collection of lasting objects takes a seventh of the import time
+    run_command = _import_command_line()
+    gc.enable()
+    run_command()
 
 
 def _fault_of_place() -> str:
@@ -200,13 +220,26 @@ def _answer_plain_probe(words: list[str]) -> None:
         sys.exit(0 if healthy else UNHEALTHY)
 
 
-def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    """End at once in the midst of an import. Else let the command clean up; a second Ctrl-C ends it at once."""
-    global _is_interrupted
-    if _is_interrupted or _is_importing(frame):
-        os._exit(INTERRUPTED)
-    _is_interrupted = True
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    """End at once in the midst of an import. Else let the command clean up; a second signal ends it at once."""
+    global _came
+    if _came or _is_importing(frame):
+        _end_at_once(number)
+    _came = number
     raise KeyboardInterrupt  # this handler stays, by which `raise_stop` knows where the error comes from
+
+
+def _end_at_once(number: int, frame: FrameType | None = None) -> None:
+    if number == signal.SIGTERM:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{_STOPPED}\n".encode())  # not by `say`: the signal may have come within it
+    os._exit(128 + number)
+
+
+def _die_of_sigterm() -> None:
+    """Leave SIGTERM to the kernel in a copy that a library has forked: it terminates such processes of its own."""
+    if signal.getsignal(signal.SIGTERM) is _on_signal:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _is_importing(frame: FrameType | None) -> bool:

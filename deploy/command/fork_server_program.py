@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from headrace.deploy.command.entry import end_process
+from headrace.deploy.command.entry import run_to_end
 from headrace.deploy.process.fork_server import HEADRACE, READY
 from headrace.deploy.process.parent_death import CANNOT_RUN, PR_SET_PDEATHSIG
 from headrace.deploy.run.annexes import part
@@ -145,13 +145,5 @@ if __name__ == "__main__":
     main(sys.argv[1:])
     from headrace.deploy.command.cli import main as run_command
 
-    status: object = 0
-    try:
-        run_command()
-    except SystemExit as end:
-        status = end.code
-    except Exception:  # noqa: BLE001 - the interpreter would show it too, and then wait for all threads
-        sys.excepthook(*sys.exc_info())
-        status = 1
-    end_process(status)
+    status = run_to_end(run_command)
     os._exit(status if isinstance(status, int) else int(status is not None))  # the log may be on a full disk

@@ -141,7 +141,8 @@ class Fleet:
         if self._copier is not None:
             self._copier.finish()
         self._close_poller()
-        self.record.note(state="stopped")
+        steps = max(self.record.content.env_steps, self.numbers().steps)
+        self.record.note(state="stopped", ended=time.time(), env_steps=steps)
         self._close_reporter()
         remove_socket_folder(self.run_dir.path)
 
@@ -387,7 +388,8 @@ class Fleet:
             return  # the drain stops all processes: the broker may still start to serve, and take the steps of workers
         self.supervisor.kill()  # no worker could ship a step, so there is nothing to drain
         if self.supervisor.failure is None:
-            raise UnreachableError("broker", f"any endpoint named in {self.run_dir.broker_json}", BROKER_DEADLINE_S)
+            log_of_broker = f"see {self.run_dir.logs}/broker.log"
+            raise UnreachableError("broker", str(self.run_dir.broker_json), BROKER_DEADLINE_S, log_of_broker)
 
     def _note_endpoints(self, broker: dict[str, str]) -> None:
         config, path = self.config, self.run_dir.path

@@ -35,6 +35,7 @@ from headrace.deploy.run.options import Asked, chosen_run
 from headrace.deploy.run.several_brokers import at_broker, whole_run_dir
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.schemas.basics.run_files import RENDEZVOUS_FILE, rendezvous_path
+from headrace.schemas.basics.stop_event import StoppedError
 from headrace.schemas.credentials.keys import ENV_HOST
 from headrace.schemas.errors import (
     ConfigError,
@@ -201,7 +202,7 @@ def _start_learner_of_all(asked: Asked) -> None:
         return
     endpoints = [place.find("learner") for place in places]
     if not any(endpoints):
-        raise no_fleet_error(places[0].where, places[0].problem)
+        raise FirstOf(places).stopped() or no_fleet_error(places[0].where, places[0].problem)
     config, origin = in_run(asked, whole_run_dir(config))
     for place, share in zip(places, shares, strict=True):
         if (published := place.look()) is not None:
@@ -241,7 +242,6 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
     told = version("headrace"), sampling.num_envs, sampling.env, where, joined.origin
     log.info("headrace %s env-host, %d x %s for the worker at %s; config: %s", *told)
     from headrace.workers.config import EnvRunnerConfig
-    from headrace.workers.fleet.link import StoppedError
 
     of_worker = {"env_placement": "process", "env_hosts_port": 0, "policies": None, "policy_mapping_fn": None}
     settings = sampling.model_dump() | of_worker

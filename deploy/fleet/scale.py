@@ -6,6 +6,7 @@ RUN_DIR/workers.json has the number that was asked for. The supervisor looks at 
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.run_dir import write_private
 from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.errors import writing
+from headrace.schemas.peers.fleet_address import how_it_ended
 from headrace.schemas.settings.config import MOST_WORKERS_ON_RAY
 from headrace.schemas.settings.config_loading import load_config
 
@@ -67,7 +69,8 @@ def running_fleet(run_dir: Path) -> FleetFile:
     """Return the fleet of a run. Raises `RunDirError` without a run, and `FleetError` for one that does not run."""
     fleet = read_fleet_file(run_dir / "fleet.json")
     if fleet.state != "running" or not is_alive(fleet.supervisor_pid):
-        raise scale_error(f"the run in {run_dir} does not run (it is {fleet.state})", f"headrace up --resume {run_dir}")
+        problem = how_it_ended(run_dir) or f"the run in {run_dir} does not run (it is {fleet.state})"
+        raise scale_error(problem, f"go on with `headrace up --resume {shlex.quote(str(run_dir))}`")
     return fleet
 
 

@@ -37,6 +37,7 @@ from headrace.deploy.run.run_dir import KEYS_FOLDER, RunDir, new_run_dir
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.log_rotation import LogRotation
 from headrace.deploy.terminal.logs import Identity, set_up_logging
+from headrace.schemas.accounts.env_errors import INFO_LEFT_OUT
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, RunDirError
 from headrace.schemas.settings.config import FleetConfig
@@ -235,6 +236,9 @@ def _warn_of_errors(fleet: Fleet, outcome: RunOutcome) -> None:
     for name in errors.keys() - outcome.errors_told:
         outcome.errors_told.add(name)
         row = errors[name]
+        if row.kind == INFO_LEFT_OUT:
+            log.warning("%s; `headrace why %s` counts them", one_line(row.message), path)
+            continue
         text = one_line(": ".join(part for part in (row.exception or row.kind, row.message) if part))
         where = f" at {row.where}" if row.where else ""
         log.warning("an env failed: %s%s; `headrace why %s` counts such failures", text, where, path)

@@ -24,7 +24,7 @@ from headrace.deploy.run.run_dir import is_locked
 from headrace.schemas.accounts.process_state import ProcessState as ProcessState
 from headrace.schemas.basics.closable import Closable
 from headrace.schemas.basics.run_files import read_regular
-from headrace.schemas.errors import HeadraceError, RedisContractError, RedisUnavailableError
+from headrace.schemas.errors import HeadraceError, RedisContractError, RedisUnavailableError, absolute
 from headrace.schemas.settings.config import FleetConfig
 
 RING_S = 5
@@ -77,6 +77,8 @@ class Facts:
     redis_error: str = ""
     redis_age_s: float = 0.0
     redis_back_s: float = math.inf
+    redis_refusal: str = ""
+    """Why Redis takes no writes, where no run directory tells what the broker knows; "" if it takes them."""
     config: FleetConfig | None = None
     endpoints: Mapping[str, str] = field(default_factory=dict)
     run_dir: Path | None = None
@@ -114,7 +116,7 @@ class FactsReader(Closable):
     """
 
     def __init__(self, run_dir: Path | None = None, *, redis_url: str = "", fleet_id: str = "") -> None:
-        self._run_dir = run_dir.absolute() if run_dir is not None else None
+        self._run_dir = absolute(run_dir) if run_dir is not None else None
         if self._run_dir is not None:
             read_fleet_file(self._run_dir / "fleet.json")  # raises for a directory without a fleet
         self._url, self._fleet_id = redis_url, fleet_id
@@ -126,6 +128,7 @@ class FactsReader(Closable):
         self._learner_row: LearnerRowView | None = None
         self._read_at = time.monotonic()
         self._back_at = -math.inf
+        self._refusal = ""
         self._read_last = False
 
     def read(self) -> Facts:
@@ -147,6 +150,7 @@ class FactsReader(Closable):
             redis_error=error,
             redis_age_s=self._redis_age_s() if error else 0.0,
             redis_back_s=max(0.0, time.monotonic() - self._back_at),
+            redis_refusal=self._refusal,
             config=read_config(self._run_dir) if self._run_dir is not None else None,
             endpoints=fleet.endpoints if fleet is not None else {},
             run_dir=self._run_dir,
@@ -192,6 +196,7 @@ class FactsReader(Closable):
                 self._back_at = math.inf
                 return away.reason
             self._recent = self._history.read(self.view, self._snapshot.reported_unix_s)
+            self._refusal = self.view.refusal() if self._run_dir is None else ""
         except RedisContractError:
             raise
         except RedisUnavailableError as error:

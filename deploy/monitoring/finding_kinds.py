@@ -13,7 +13,8 @@ import orjson
 from headrace.deploy.monitoring.facts import Facts
 from headrace.schemas.basics.printable import one_line
 
-Severity = Literal["warning", "error"]
+Severity = Literal["info", "warning", "error"]
+"""An "info" is no finding: nothing is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Observation:
 
 KINDS = (
     FindingKind("supervisor_gone", "error", 0, "", "headrace up --resume RUN"),
-    FindingKind("redis_away", "error", 2, "redis.url", "Start Redis, or free its memory."),
+    FindingKind("redis_away", "error", 2, "redis.url", "Start Redis, free its memory, or make it a primary."),
     FindingKind("redis_garbage", "warning", 0, "", "Find it: redis-cli --scan lists the keys."),
     FindingKind("disk_full", "error", 0, "fleet.run_dir", "Free some room."),
     FindingKind("process_stopped", "error", 0, "broker.lease_s", "kill -CONT PID"),

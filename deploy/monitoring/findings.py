@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from headrace.deploy.monitoring import process_checks, stream_checks
@@ -20,6 +20,8 @@ from headrace.deploy.monitoring.finding_kinds import Finding as Finding
 from headrace.deploy.monitoring.losses import losses_in_words
 from headrace.deploy.monitoring.processes import GONE, LEAST_ROOM, STOPPED, SUPERVISOR
 from headrace.deploy.report.summary import queued_in_words
+from headrace.deploy.run.annexes import part
+from headrace.schemas.accounts.env_errors import INFO_LEFT_OUT
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.settings.redis_url import without_password
 
@@ -39,6 +41,20 @@ def find(facts: Facts) -> list[Finding]:
     """Return the findings, the worst first; none for a fleet that starts, runs, drains or ended in order."""
     wrong = [one.finding for one in _observations(facts) if one.is_wrong]
     return sorted(_few_of_a_kind(wrong), key=lambda one: (one.severity != "error", _PLACE[one.kind]))
+
+
+def notes(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
+    """Return what is worth knowing beside the findings: restarts, infos that are left out, a failure to repeat."""
+    told = list(process_checks.restarted(facts))
+    for row in facts.snapshot.errors.values():
+        if row.kind == INFO_LEFT_OUT:
+            sentence = f"{one_line(row.message)}, {row.count:,} so far"
+            told.append(Finding("info_left_out", "info", one_line(row.where), sentence))
+    rerun = part("rerun_of")(facts.run_dir) if facts.run_dir is not None else ""
+    if rerun and all(one.command != rerun for one in findings):
+        sentence = "the newest failure of an env can be repeated"
+        told.append(Finding("failure_kept", "info", "env", sentence, command=rerun))
+    return told
 
 
 def awaited(facts: Facts) -> str:
@@ -107,6 +123,10 @@ def _observations(facts: Facts) -> Iterator[Observation]:
         yield Observation(lease.finding, is_wrong=False)  # the start ends by itself
     elif facts.redis_error and "redis" not in stuck:
         yield _redis_away(facts)
+    elif facts.redis_refusal:
+        yield from _redis_refuses(facts)
+        if not facts.snapshot.gauges:
+            return  # they have expired, and tell nothing of the fleet
     yield from stuck.values()
     if state == "starting":
         return
@@ -181,10 +201,21 @@ def _redis_away(facts: Facts) -> Observation:
     return Observation(seen.finding, is_wrong=not starts)
 
 
+def _redis_refuses(facts: Facts) -> Iterator[Observation]:
+    """Yield that Redis takes no writes, unless it is a replica that gets the broker's reports from elsewhere."""
+    reported = facts.snapshot.reported_unix_s
+    for_s = None if reported is None else max(0.0, facts.unix_s - reported)
+    age = "none of the broker's reports" if for_s is None else f"no report of the last {for_s:.0f} s"
+    sentence = f"Redis takes no writes ({facts.redis_refusal}) and has {age}; the broker may be well: its log knows"
+    if for_s is None or for_s > 3 * facts.snapshot.report_interval_s:
+        yield observe(facts, "redis_away", "Redis", sentence, for_s)
+
+
 def _no_reports(facts: Facts) -> Observation:
     """Return the observation that no broker reports: its last report has expired in Redis."""
     for_s = max(0.0, facts.unix_s - (facts.snapshot.reported_unix_s or 0.0))
     sentence = f"waiting for the broker, which has reported nothing to Redis for {for_s:.0f} s"
+    sentence += "" if facts.run_dir is not None else ", unless Redis refuses its reports"
     # A broker reports a moment after a Redis that was away answers again.
     return observe(facts, "broker_silent", "broker", sentence, min(for_s, facts.redis_back_s))
 

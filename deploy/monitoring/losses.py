@@ -47,9 +47,7 @@ LOSSES: Mapping[str, Loss] = {
     f"dropped/{Drop.BROKER_LOST}": Loss("only a broker that died had them", "with a lost broker"),
     f"dropped/{Drop.OVERFLOW}": Loss("more was held, or for longer, than the broker may", "by overflow"),
     f"dropped/{Drop.STALE}": Loss("their weights were more than broker.max_staleness versions behind", "as stale"),
-    f"dropped/{Drop.OVERSIZE}": Loss(
-        "the batch, or one chunk's infos, was larger than a message may be", "as oversize"
-    ),
+    f"dropped/{Drop.OVERSIZE}": Loss("one chunk, without its infos, was larger than a message may be", "as oversize"),
     f"dropped/{Drop.POISON}": Loss("the broker or the learner could not read the batch", "as unreadable"),
     f"dropped/{Drop.GAP}": Loss("a batch before them is lost, so their episode cannot continue", "behind a gap"),
     f"dropped/{Drop.SHUTDOWN}": Loss("the fleet was stopped before they were delivered", "when the fleet stopped"),

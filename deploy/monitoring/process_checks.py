@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.deploy.monitoring.connecting import env_host_command
 from headrace.deploy.monitoring.facts import Facts
-from headrace.deploy.monitoring.finding_kinds import Observation, observe
+from headrace.deploy.monitoring.finding_kinds import Finding, Observation, observe
 from headrace.deploy.monitoring.processes import GONE, SUPERVISOR
 from headrace.deploy.process.restarts import WINDOW_S
 from headrace.deploy.report.progress import number
@@ -20,6 +20,8 @@ SILENT_S = 3.0
 """Seconds without a sign of life after which a process is named, if the fleet takes no step."""
 
 _MANY_DEATHS = 3
+_LATELY_S = 300.0
+"""Seconds for which a restart is told."""
 _PHASES = ("loading", "building", "rebuilding")
 """Phases of a worker. Any other word names a long call of an env, a policy or a callback."""
 _LATE_HEARTBEATS = 3
@@ -53,20 +55,48 @@ def between_lives(facts: Facts) -> Iterator[Observation]:
             continue
         kind = "crash_loop" if _dies_often(facts, state) else _ENDED_KINDS.get(state.state)
         if kind:
-            end, _, error = state.last_words.partition(": ")
-            ended.setdefault((kind, state.role, f"{end}: {NUMBER.sub('#', error)}"), []).append(state)
+            ended.setdefault((kind, *_cause(state)), []).append(state)
     for (kind, *_), states in ended.items():
         yield _ended(facts, kind, states)
 
 
-def _ended(facts: Facts, kind: str, states: Sequence[ProcessState]) -> Observation:
-    """Return the observation that these processes of one role have ended for one cause."""
-    first, names = states[0], [state.name for state in states]
-    of, have, it = first.name, "has", "it"
+def restarted(facts: Facts) -> Iterator[Finding]:
+    """Yield the processes that were started again within the last minutes, and run; one for each cause."""
+    again: dict[tuple[str, str], list[ProcessState]] = {}
+    for state in facts.processes.values():
+        lately = facts.unix_s - state.started_unix_s < _LATELY_S
+        if state.state == "running" and state.restarts and lately and not _dies_often(facts, state):
+            again.setdefault(_cause(state), []).append(state)
+    for states in again.values():
+        of, have, last = _in_words(facts, states)
+        since = min(state.started_unix_s for state in states)
+        whom, log = names_of([state.name for state in states]), _tail(facts, states[0])
+        yield Finding("restarted", "info", whom, f"{of} {have} started again ({last})", since, command=log)
+
+
+def _cause(state: ProcessState) -> tuple[str, str]:
+    """Return role and end of a process that has ended; ends of one cause are equal."""
+    end, _, error = state.last_words.partition(": ")
+    return state.role, f"{end}: {NUMBER.sub('#', error)}"
+
+
+def _in_words(facts: Facts, states: Sequence[ProcessState]) -> tuple[str, str, str]:
+    """Return who these processes of one role are, "has" or "have", and how the first one ended."""
+    first, of, have, it = states[0], states[0].name, "has", "it"
     if len(states) > 1:
         of_all = sum(one.role == first.role for one in facts.processes.values())
         of, have, it = f"{len(states)} of {of_all} {first.role}s", "have", first.name
-    last = f"{it} ended with {first.last_words:.100}" if first.last_words else f"{it} has ended"
+    return of, have, f"{it} ended with {first.last_words:.100}" if first.last_words else f"{it} has ended"
+
+
+def _tail(facts: Facts, state: ProcessState) -> str:
+    """Return the command that shows the log of a process; "" without the run directory."""
+    return "" if facts.run_dir is None else f"tail {facts.run_dir / 'logs' / state.name}.log"
+
+
+def _ended(facts: Facts, kind: str, states: Sequence[ProcessState]) -> Observation:
+    """Return the observation that these processes of one role have ended for one cause."""
+    of, have, last = _in_words(facts, states)
     if kind == "crash_loop":
         deaths = sum(state.recent_deaths for state in states)
         sentence = f"{of} {have} ended {deaths} times within {WINDOW_S:g} s of running; the last time {last}"
@@ -74,9 +104,9 @@ def _ended(facts: Facts, kind: str, states: Sequence[ProcessState]) -> Observati
         sentence = f"waiting for {of} to start again ({last})"
     else:
         sentence = f"{of} {have} failed: {last}"
-    log = "" if facts.run_dir is None else f"tail {facts.run_dir / 'logs' / first.name}.log"
     slots = tuple(state.slot for state in states if state.slot is not None)
-    return observe(facts, kind, names_of(names), sentence, command=log, slots=slots)
+    names = names_of([state.name for state in states])
+    return observe(facts, kind, names, sentence, command=_tail(facts, states[0]), slots=slots)
 
 
 def stuck(facts: Facts, states: States) -> dict[str, Observation]:

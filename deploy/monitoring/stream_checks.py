@@ -135,7 +135,7 @@ def _failing(facts: Facts, kind: str, slots: Sequence[int]) -> Observation:
     rate = _failures_per_min(facts, count)
     so_far = f"{count:,.0f} in all, the newest {age_s:.0f} s ago{newest}"
     sentence = f"envs of {of} fail again and again{rate}: {so_far}: {told}{now}"
-    firsts = [one.first_unix_s for one in facts.snapshot.errors.values() if not {*slots}.isdisjoint(one.slots)]
+    firsts = [one.first_unix_s for one in facts.snapshot.failures if not {*slots}.isdisjoint(one.slots)]
     joined = min(number(state.get("joined_unix_s")) for state in states)  # `count` is of these lives
     for_s = max(0.0, facts.unix_s - max(min(firsts), joined)) if firsts else None
     return observe(facts, kind, whom, sentence, for_s, command=command, slots=tuple(slots))
@@ -253,8 +253,8 @@ def oversize(facts: Facts) -> Iterator[Observation]:
     """Yield that workers dropped steps in the last minute because their batch was too large."""
     if (lost := _lost_lately(facts, _OVERSIZE)) > 0:
         sentence = (
-            f"workers have dropped {lost:,.0f} steps as oversize in the last minute: a batch, or the infos of one "
-            "chunk, is larger than a message may be"
+            f"workers have dropped {lost:,.0f} steps as oversize in the last minute: a chunk without its infos is "
+            "larger than a message may be"
         )
         log = "" if facts.run_dir is None else f"grep -r 'steps dropped' {facts.run_dir / 'logs'}"
         yield observe(facts, "batches_oversize", "workers", sentence, command=log)

@@ -374,9 +374,10 @@ class Supervisor:
         often = f"died {deaths} times within {window_s:g} s of running"
         if service.policy.fruitless > self._section.restart_attempts:
             often = f"died {service.policy.fruitless} times in a row before any step of it was committed"
+        memory = ", or lower sampling.num_envs where memory is short" if "SIGKILL" in end else ""
         return FleetError(
             f"{service.spec.name} {often} (last: {end}) and is given up; "
-            f"repair it, or raise supervisor.restart_attempts{tail}",
+            f"repair it, or raise supervisor.restart_attempts{memory}{tail}",
             ExitCode.CRASH_LOOP,
         )
 

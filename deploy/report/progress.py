@@ -179,9 +179,9 @@ def env_failures(snapshot: Snapshot) -> str:
     total = sum(number(state["env_failures"]) for _, _, state in failed)
     newest = one_line(str(state.get("env_failure", ""))[:MOST_SHORT_DETAIL])
     told = f"{total:,.0f}, the newest {age_s:.0f} s ago (worker-{slot}: {newest})"
-    if len(snapshot.errors) < 2:
+    if len(snapshot.failures) < 2:
         return told
-    first = min(snapshot.errors.values(), key=lambda group: group.first_unix_s)
+    first = min(snapshot.failures, key=lambda group: group.first_unix_s)
     cause = one_line(f"{first.kind}: {first.exception}: {first.message}"[:MOST_SHORT_DETAIL])
     return f"{told}, the first ({cause}, {first.count:,} of this kind)"
 

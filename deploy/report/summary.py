@@ -24,6 +24,7 @@ from rich.table import Table
 
 from headrace.deploy.process.supervisor import Service
 from headrace.deploy.report.progress import name_restarts
+from headrace.deploy.run.annexes import part
 from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.deploy.run.goal import RunNumbers
 from headrace.deploy.run.redis_view import Snapshot
@@ -146,13 +147,16 @@ def print_summary(summary: Summary, stream: TextIO) -> None:
             console.print(left)
 
 
-def next_command(summary: Summary, config: FleetConfig) -> str:
-    """Return the command that plays the run's policy; empty where there is no checkpoint, or clients drive episodes."""
+def next_commands(summary: Summary, config: FleetConfig) -> list[str]:
+    """Return what to do next, with a command each: play the policy, where a fleet of no clients has one; a rerun."""
     run = Path(summary.run_dir)
-    if config.serving.enabled or not (run / NEWEST_FILE).exists():
-        return ""
     here = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
-    return f"headrace evaluate {shlex.quote(str(here))}"
+    plays = not config.serving.enabled and (run / NEWEST_FILE).exists() and (not summary.failure or summary.steps)
+    rerun = part("rerun_of")(here)
+    return [
+        *([f"play its policy: headrace evaluate {shlex.quote(str(here))}"] if plays else []),
+        *([f"repeat the newest failure of an env: {rerun}"] if rerun else []),
+    ]
 
 
 def ledger_table(ledger: FleetLedger) -> Table:

@@ -58,6 +58,8 @@ class FleetFile(BaseModel):
     """True if a run that drains or has stopped has reached its goal, so that learners elsewhere do not wait for it."""
     supervisor_pid: int = 0
     started: float = 0.0
+    ended: float | None = None
+    """Unix time, s, at which a run that has stopped did so."""
     config: str | None = None
     """Path of the file the configuration came from, if any."""
     endpoints: dict[str, str] = {}

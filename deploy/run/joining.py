@@ -126,7 +126,7 @@ def _meet(where: str, asked: Asked, config: FleetConfig, role: str) -> Joined | 
         return None
     published = rendezvous.look()
     if not endpoint or published is None:
-        raise no_fleet_error(where, rendezvous.problem)
+        raise rendezvous.stopped() or no_fleet_error(where, rendezvous.problem)
     fleet_id = wanted or published.fleet_id
     config, origin = in_run(asked, config.fleet.run_dir or RUNS / file_name_of(fleet_id or endpoint), config)
     check_published(published, where, config, wanted, role)
@@ -167,7 +167,7 @@ def check_published(published: Published, where: str, config: FleetConfig, wante
 
 def _check_fleet(where: str, published: Published | None, wanted: str) -> None:
     if published is not None and wanted and published.fleet_id and wanted != published.fleet_id:
-        detail = f"{where} is of fleet {published.fleet_id!r}, and this process is for {wanted!r}"
+        detail = f"{where} is of fleet {published.fleet_id!r}, and this process is for {wanted!r}; give it --fleet-id"
         raise RefusedError("wrong_fleet", detail)
 
 
@@ -237,7 +237,7 @@ def _worker_at(where: str, config: FleetConfig, slot: int | None) -> tuple[str |
     source = WorkerPortChoice(rendezvous, "envs", slot, expected_key(env_host_keys(config)))
     address = await_place(source, ENV_HOST, config, config.fleet.fleet_id)
     if address == "":
-        raise no_fleet_error(where, source.problem)
+        raise source.stopped() or no_fleet_error(where, source.problem)
     if address is not None:
         _check_fleet(where, rendezvous.look(), config.fleet.fleet_id)
         rendezvous.fleet_id = config.fleet.fleet_id

@@ -18,6 +18,7 @@ from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import known_keys, load_config, take_stream, values_of_environment
+from headrace.schemas.settings.nearest_names import nearest_name
 from headrace.schemas.settings.redis_url import is_file, read_redis_url, without_password
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -160,7 +161,9 @@ def parse_sets(sets: Iterable[str]) -> dict[str, Any]:
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals or "." not in key:
-            raise ConfigError(f"{text!r} is not SECTION.KEY=VALUE", source="--set")
+            near = nearest_name(key.strip(), known, cutoff=0.6)
+            hint = f"; did you mean {near}?" if near else ""
+            raise ConfigError(f"{text!r} is not SECTION.KEY=VALUE{hint}", source="--set")
         try:
             parsed = orjson.loads(value)
         except orjson.JSONDecodeError:

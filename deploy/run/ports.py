@@ -43,18 +43,18 @@ def first_of_free(host: str, workers: int, who: str, key: str, *, never: int = 0
 def check_ports(config: FleetConfig) -> None:
     """Check the ports that the config fixes. Raises `PortInUseError`, or `ConfigError` for a host that is not ours."""
     broker, sampling, serving, workers = config.broker, config.sampling, config.serving, config.fleet.workers
-    _check(broker.host, broker.port, len(broker.ports), "broker.host")
+    _check(broker.host, broker.port, len(broker.ports), "broker.host", "broker.port")
     if sampling.env_placement == "remote":
-        _check(config.env_hosts_host, sampling.env_hosts_port, workers, "broker.host")
+        _check(config.env_hosts_host, sampling.env_hosts_port, workers, "broker.host", "sampling.env_hosts_port")
     if serving.enabled:
-        _check(serving.host, serving.port, workers, "serving.host")
-        _check(serving.http_host, serving.http_port or 0, workers, "serving.host")
+        _check(serving.host, serving.port, workers, "serving.host", "serving.port")
+        _check(serving.http_host, serving.http_port or 0, workers, "serving.host", "serving.http_port")
 
 
-def _check(host: str, first: int, count: int, key: str) -> None:
+def _check(host: str, first: int, count: int, key: str, setting: str) -> None:
     for port in range(first, first + count) if first else ():
         if not is_free(host, port, key):
-            raise PortInUseError(f"tcp://{host}:{port}")
+            raise PortInUseError(f"tcp://{host}:{port}", setting)
 
 
 def is_free(host: str, port: int, key: str) -> bool:

@@ -183,8 +183,8 @@ def check_url(url: str, fleet_id: str = "") -> None:
     if seen := other_contract(contract):
         raise RedisContractError(shown, fleet_id, seen, CONTRACT_VERSION)
     if policy != "noeviction":
-        reason = f"its maxmemory-policy {policy} may evict counters and weights (set it to noeviction)"
-        raise RedisUnavailableError(shown, reason, CHECK_TIMEOUT_S)
+        reason = f"its maxmemory-policy {policy} may evict counters and weights"
+        raise RedisUnavailableError(shown, reason, CHECK_TIMEOUT_S, "set it to noeviction, or correct --redis-url")
 
 
 @contextlib.contextmanager

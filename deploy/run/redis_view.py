@@ -17,7 +17,7 @@ from headrace.broker.redis.client import RedisReader, connect, naming_failures
 from headrace.broker.redis.parser import Hash, HashParser, SourceKey, finite
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.consumer_groups import GroupBooks
-from headrace.schemas.accounts.env_errors import EnvErrorRow
+from headrace.schemas.accounts.env_errors import INFO_LEFT_OUT, EnvErrorRow
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, add_up
 from headrace.schemas.accounts.logged_metrics import LoggedMetric, RowValues
@@ -68,7 +68,7 @@ class Snapshot:
     metrics: Mapping[str, LoggedMetric] = field(default_factory=dict)
     """Metrics that callbacks have logged, by name, merged over all workers."""
     errors: Mapping[str, EnvErrorRow] = field(default_factory=dict)
-    """Failures of envs in groups, by fingerprint."""
+    """Failures of envs in groups, by fingerprint, and what infos go without."""
     policies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Statistics of the returns by module id; empty in envs of one agent."""
     task_figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -97,6 +97,11 @@ class Snapshot:
     garbage: tuple[str, ...] = ()
     away: RedisAway | None = None
     """Since when Redis has been away, or has refused the broker, where these are the numbers in report.json."""
+
+    @property
+    def failures(self) -> list[EnvErrorRow]:
+        """Return the groups of failures of envs, without those of infos."""
+        return [row for row in self.errors.values() if row.kind != INFO_LEFT_OUT]
 
     @property
     def is_live(self) -> bool:
@@ -265,6 +270,14 @@ class FleetView(Closable):
             found: Any = self._reader.client.info()
             return dict(found)
         return None
+
+    def refusal(self) -> str:
+        """Return why the server takes no writes; "" if it takes them, or does not tell. Waits and raises as above."""
+        info = self.server_info() or {}
+        if info.get("role") == "slave" and info.get("slave_read_only"):
+            return "it is a read-only replica"
+        full = info.get("maxmemory_policy") == "noeviction" and 0 < info.get("maxmemory", 0) <= info["used_memory"]
+        return "its memory is full: maxmemory" if full else ""
 
     def close(self) -> None:
         """Close the connection."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from itertools import islice
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from headrace.learner_stub.link import connection
-from headrace.learner_stub.link.fleet_place import Where, as_list, find_fleet
+from headrace.learner_stub.link.fleet_place import Where, as_list, find_fleet, recorded_kind
 from headrace.learner_stub.link.ranks import chosen_rank
 from headrace.learner_stub.rollouts.tensors import to_torch
 from headrace.learner_stub.streaming.stream import EpisodeStream
@@ -20,8 +22,12 @@ from headrace.schemas.errors import ConfigError
 log = logging.getLogger("headrace.learner")
 
 _ONE_READER = (
-    "a stream has one reader, this process, because the fleet hands each batch to one learner; give "
-    "DataLoader(num_workers=0). ZeroMQ's own threads receive the next batches while you train"
+    "a stream has one reader, this process; give DataLoader(num_workers=0), since ZeroMQ's own threads receive the "
+    "next batches of a fleet while you train, or for worker processes a StreamDataset(PLACE) of the fleet or recording"
+)
+_OPEN = (
+    "StreamDataset opens its streams itself: give it the run directory, the rendezvous or the recording. A stream that "
+    "is open goes to EpisodeDataset(stream): from headrace.learner_stub.adapters.torch_dataset import EpisodeDataset"
 )
 
 
@@ -62,7 +68,10 @@ _PREFETCHED = 2
 
 
 class StreamDataset(IterableDataset[Any]):
-    """An iterable dataset of `convert(batch)` for each batch of the fleet at `where`, read in a loader's processes.
+    """An iterable dataset of `convert(batch)` for each batch at `where`, read in a loader's processes.
+
+    `where` is a fleet, as for `EpisodeStream.of`, or a recording. Each loop over a recording begins at its first batch,
+    and the worker processes divide its batches, without those that have no steps. What follows is of a fleet.
 
         dataset = StreamDataset("runs/mine")
         weights = WeightPublisher.of("runs/mine")
@@ -86,7 +95,7 @@ class StreamDataset(IterableDataset[Any]):
     spaces it closes before both. One loop at a time. With `num_workers=0` the dataset is a stream of this process.
 
     Raises `ConfigError` for `auto_commit=False`, and for a `position`, from which a second loop would begin again: give
-    `EpisodeDataset` a stream then.
+    `EpisodeDataset` a stream then. Raises it for an open stream too.
     """
 
     def __init__(
@@ -104,15 +113,25 @@ class StreamDataset(IterableDataset[Any]):
         if options.get("position"):
             detail = "each loop goes on after what was committed; give EpisodeDataset a stream with this position"
             raise ConfigError(detail, key="position")
+        if hasattr(where, "round_of"):
+            raise ConfigError(_OPEN, key="where")
+        if isinstance(where, str | Path) and "://" not in str(where):
+            where = Path(where).absolute()  # a program may change its working directory
         self._where, self._convert, self._options = where, convert, options
         self._connect_timeout_s = connect_timeout_s
         self._rank, self._world_size = chosen_rank(rank, world_size)
+        self._is_recorded = recorded_kind(where) is not None
+        if self._is_recorded:
+            return
         endpoints = as_list(find_fleet(where, connect_timeout_s, options)[0])
         connection.note_rank(endpoints[0], self._rank)
         self._token = connection.process_token(endpoints)
 
     def __iter__(self) -> Iterator[Any]:
         loader = get_worker_info()
+        if self._is_recorded:
+            yield from self._recorded(*((loader.id, loader.num_workers) if loader is not None else (0, 1)))
+            return
         rank, ranks, options = self._rank, self._world_size, self._options
         if loader is not None:
             rank, ranks = rank * loader.num_workers + loader.id, ranks * loader.num_workers
@@ -125,3 +144,9 @@ class StreamDataset(IterableDataset[Any]):
         with closing(EpisodeStream(endpoint, **found, rank=rank, world_size=ranks)) as stream:
             for batch in stream:
                 yield self._convert(batch)
+
+    def _recorded(self, first: int, step: int) -> Iterator[Any]:
+        """Yield every `step`th batch of the recording, from the one at `first` on."""
+        ranks = {"rank": self._rank, "world_size": self._world_size}
+        with EpisodeStream.of(self._where, **ranks, **self._options) as stream:
+            yield from (self._convert(batch) for batch in islice(stream, first, None, step) if batch.steps)

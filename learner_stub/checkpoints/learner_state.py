@@ -25,7 +25,7 @@ from headrace.learner_stub.link.fleet_place import await_start
 from headrace.learner_stub.publishing.publisher import StateDict, as_arrays
 from headrace.learner_stub.streaming.stream import EpisodeStream
 from headrace.schemas.basics.bounds import TRAIN
-from headrace.schemas.errors import CheckpointError, ConfigError, DecodeError
+from headrace.schemas.errors import CheckpointError, ConfigError, DecodeError, absolute
 from headrace.schemas.messages.weights import CONNECTORS, split_modules
 
 _TREE = "own"
@@ -60,7 +60,7 @@ class LearnerState:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._path = Path(folder).absolute() / CHECKPOINT_FILE
+        self._path = absolute(folder) / CHECKPOINT_FILE
         self._found: object = _identity(self._path)
         """The file that the first save takes over whatever its epoch, as of a fleet whose epochs were lost."""
 
@@ -177,7 +177,7 @@ def save_policy(
     epoch has written there, and `RunDirError` when the folder cannot be written to. Raises `WeightsMismatchError` and
     `ModuleError` for weights that do not fit, as `LearnerState.save`. All of them leave the checkpoint as it is.
     """
-    path = Path(run_dir) / CHECKPOINT_FILE
+    path = absolute(run_dir) / CHECKPOINT_FILE
     arrays = stored_arrays(as_arrays(state_dict, allow_non_finite=allow_non_finite))
     epoch = _epoch_of(path) if epoch is None else epoch
     save_checkpoint(path, Checkpoint(epoch, [], {"updates": updates, "steps": steps}, arrays))

@@ -136,9 +136,11 @@ class BrokerLink:
         return reject.fatal and self.place.disowns(reject.code, reject.detail)
 
     def why_silent(self, deadline_s: float) -> HeadraceError:
-        """Return the error for a broker that has not answered within `deadline_s`."""
+        """Return the error for a broker that has not answered within `deadline_s`. A fleet that ended says so."""
+        if (stopped := self.place.stopped()) is not None:
+            return UnreachableError("broker", self.endpoint, deadline_s, sentence=str(stopped))
         if self._own is None:
-            return UnreachableError(*self.place.unknown, deadline_s)
+            return self.place.not_found(deadline_s)
         return self._handshakes.why_silent(deadline_s)
 
     def close(self, deadline_s: float = _LEAVING_S) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.credentials.keys import DIR_VARIABLE
 from headrace.schemas.errors import ConfigError, UnreachableError, is_there
 from headrace.schemas.peers.fleet_address import AddressSource, FirstOf, RunDirAddresses, await_address
+from headrace.schemas.peers.fleet_place import not_found_error
 from headrace.schemas.peers.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
 
 Where = str | Path | None
@@ -55,30 +55,27 @@ def recorded_kind(where: object) -> str | None:
 
 
 def find_fleet(
-    where: Where | Sequence[Where],
-    connect_timeout_s: float,
-    options: Mapping[str, Any],
-    pause: Callable[[float], object] = time.sleep,
+    where: Where | Sequence[Where], connect_timeout_s: float, options: Mapping[str, Any]
 ) -> tuple[str | list[str], dict[str, Any]]:
     """Return a fleet's address for learners, once its broker serves, and the options to connect with.
 
     `where` is a run directory, or a rendezvous: a file or URL, whose name ends in .json unless the file is there
     already. None: the rendezvous in HEADRACE_FLEET__RENDEZVOUS. A fleet of several brokers has a list of places, and
     gets a list of addresses: "" for a broker that does not serve. Keys are those in the config of the run, unless
-    `options` has others. Raises `UnreachableError` when no broker serves within `connect_timeout_s`, or until `pause`
-    returns true, and `ConfigError` if `where` names no place.
+    `options` has others. Raises `UnreachableError` when no broker serves within `connect_timeout_s`, and
+    `ConfigError` if `where` names no place.
     """
     several = isinstance(where, Sequence) and not isinstance(where, str)
     places = list(where) if isinstance(where, Sequence) and not isinstance(where, str) else [where]
     for place in filter(recorded_kind, places):
-        raise ConfigError(f"{place} is a recording and has no fleet; EpisodeDataset(EpisodeStream.of(...)) reads it")
+        raise ConfigError(f"{place} is a recording and has no fleet; EpisodeStream.of or StreamDataset reads it")
     sources = [_source_at(place) for place in places]
     if not sources:
         raise ConfigError("an empty list names no fleet; give a run directory or a rendezvous for each broker")
-    await_address(FirstOf(sources), "learner", connect_timeout_s, pause)
+    await_address(FirstOf(sources), "learner", connect_timeout_s)
     endpoints = [source.find("learner") for source in sources]
     if not any(endpoints):
-        raise UnreachableError("broker", f"any address: {sources[0].problem}", connect_timeout_s)
+        raise _unreachable(FirstOf(sources), sources[0].problem, connect_timeout_s)
     found: dict[str, Any] = {"rendezvous": sources if several else sources[0]}
     if isinstance(sources[0], RunDirAddresses):
         found["keys"] = keys_folder(sources[0].path)
@@ -102,8 +99,16 @@ def await_start(run_dir: Path, timeout_s: float) -> None:
 
     Raises `UnreachableError` when that takes longer than `timeout_s`.
     """
-    if not await_address(RunDirAddresses(run_dir, running=True), "learner", timeout_s):
-        raise UnreachableError("fleet", f"{run_dir}, which has stopped or has not begun", timeout_s)
+    source = RunDirAddresses(run_dir, running=True)
+    if not await_address(source, "learner", timeout_s):
+        raise _unreachable(source, source.problem, timeout_s)
+
+
+def _unreachable(source: AddressSource, problem: str, waited_s: float) -> UnreachableError:
+    """Return the error for a fleet without a broker: it has ended, or else `problem` says why."""
+    if (ended := source.stopped()) is not None:
+        return UnreachableError("broker", "", waited_s, sentence=str(ended))
+    return not_found_error("broker", problem, waited_s)
 
 
 def keys_folder(run_dir: str | Path) -> str | None:

@@ -28,7 +28,7 @@ from headrace.learner_stub.publishing.task_publisher import TaskPublisher
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.closable import Closable
 from headrace.schemas.basics.process_usage import free_memory
-from headrace.schemas.basics.stop_event import interrupt_held
+from headrace.schemas.basics.stop_event import check_stop, interrupt_held
 from headrace.schemas.basics.tensor_array import bits_of, widened
 from headrace.schemas.chunks.module_spaces import check_module_ids
 from headrace.schemas.credentials.keys import ClientKeys, client_keys
@@ -278,6 +278,7 @@ class WeightPublisher(Closable):
             while not any(broker.joined for broker in self._brokers):
                 if connection.now() > deadline:
                     raise self._brokers[0].link.why_silent(timeout_s)
+                check_stop()
                 self.pump(0.05)
         except BaseException:
             self.close()

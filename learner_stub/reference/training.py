@@ -206,7 +206,8 @@ def run_learner(
 ) -> None:
     """Run the learner process: go on from the checkpoint in `run_dir`, or begin.
 
-    Returns after SIGTERM; main thread only. `alive` is called often, as a sign of life, and `on_batch` for each batch.
+    Returns after SIGTERM; raises `StoppedError` where no broker had answered before it. Main thread only. `alive` is
+    called often, as a sign of life, and `on_batch` for each batch.
     `source` names the broker's new address if it moves. For several brokers `endpoint` and `source` are lists.
 
     Raises `ConfigError` and `ModuleError` for the modules, `ConnectorError` for their connectors, `CheckpointError`,

@@ -103,9 +103,9 @@ class RankRounds:
         """Let a poller wait for the next message of a rank. Return whether one has come already."""
         return self._port.watch(poller)
 
-    def close(self) -> None:
-        """Tell the other ranks that no batch comes any more, and close the port."""
+    def close(self, why: str) -> None:
+        """Tell the other ranks that no batch comes any more, and `why` if the fleet has ended. Close the port."""
         if self._port.usable:
-            self.sessions.end()
+            self.sessions.end(why)
             self.flush()
         self._port.close()

@@ -303,9 +303,9 @@ class RankSessions:
         out, self._outbox = self._outbox, []
         return out
 
-    def end(self) -> None:
-        """Tell the ranks that no batch comes any more."""
-        over = Reject(code=ENDED, detail="rank 0 has closed its stream")
+    def end(self, why: str) -> None:
+        """Tell the ranks that no batch comes any more, and `why`; "": rank 0 just closed its stream."""
+        over = Reject(code=ENDED, detail=why or "rank 0 has closed its stream")
         self._outbox += [(peer, over) for peer in self._by_peer]
 
     def tell_status(self) -> None:

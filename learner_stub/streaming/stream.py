@@ -41,7 +41,7 @@ from headrace.learner_stub.streaming.stall_detector import StallDetector
 from headrace.learner_stub.streaming.update_size import UpdateSize
 from headrace.schemas.basics.bounds import TRAIN, Version
 from headrace.schemas.basics.printable import brief, one_line
-from headrace.schemas.basics.stop_event import interrupt_held
+from headrace.schemas.basics.stop_event import check_stop, interrupt_held
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.credentials.key_files import group_rule, is_group
@@ -435,7 +435,7 @@ class EpisodeStream:
                 raise UnreachableError("worker", self.endpoint, timeout_s)
             self.pump(0.1)  # a fleet that is back is not ended any more
             if self.ended and not self._telling:
-                raise UnreachableError("worker", self.endpoint, round(waited_s), f"the fleet has ended: {self.ended}")
+                raise UnreachableError("worker", self.endpoint, round(waited_s), self.ended)
         if self._rounds is not None:
             self._rounds.tell_status()
         modules = self._telling[0].ready.modules
@@ -459,7 +459,7 @@ class EpisodeStream:
         A loop over the stream ends then. A fleet that is back is not ended any more.
         """
         if self._is_over:
-            return "" if self.pending else "rank 0 has closed its stream"
+            return "" if self.pending else (self._brokers[0].session.refusal or ("", ""))[1]
         reasons = [str(broker.link.place.ended or "") for broker in self._brokers if broker.session.epoch]
         return "; ".join(reasons) if all(reasons) else ""
 
@@ -530,7 +530,7 @@ class EpisodeStream:
             return
         with self._lock:
             if self._rounds is not None:
-                self._rounds.close()
+                self._rounds.close(self.ended)
             if self._rank_zero is not None:
                 self._rank_zero.close()
             for broker in self._brokers:
@@ -662,11 +662,13 @@ class EpisodeStream:
                     for broker in self._brokers:
                         why = broker.link.why_silent(round(now - began))
                         log.warning("%s (waits for at most %.0f s)", why, timeout_s)
+                check_stop()
                 self.pump(0.05)
             while self._rounds is not None and (absent := self._rounds.waits_for()):
                 if connection.now() > began + timeout_s:
                     named = ", ".join(map(str, absent))
                     raise UnreachableError(f"rank {named}", "the stream of rank 0", timeout_s)
+                check_stop()
                 self.pump(0.05)
         except BaseException:
             self.close()

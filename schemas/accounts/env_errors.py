@@ -16,6 +16,9 @@ MOST_GROUPS = 32
 OTHERS = "others"
 """Kind of the group for failures without a group of their own, and its field in Redis."""
 
+INFO_LEFT_OUT = "info_left_out"
+"""Kind of the groups of values that infos go without. They are no failures: the steps are delivered."""
+
 MOST_TRACEBACK = 4096
 MOST_SLOTS = 8
 MOST_TOLD_TASKS = 64
@@ -41,7 +44,7 @@ class EnvErrorGroup(BaseModel):
     """Name of its class."""
     message: Annotated[str, Field(max_length=500)] = ""
     where: Annotated[str, Field(max_length=300)] = ""
-    """"FILE:LINE" where it was raised; of bad data, what was bad."""
+    """"FILE:LINE" where it was raised; of bad data, what was bad; of values left out of infos, their place."""
     count: Positive = 1
     first_unix_s: UnixSeconds = 0.0
     last_unix_s: UnixSeconds = 0.0

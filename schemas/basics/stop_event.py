@@ -15,6 +15,10 @@ _AGAIN_S = 0.01
 """Seconds after which a Ctrl-C that was held back comes again: the caller has what the call returned by then."""
 
 
+class StoppedError(Exception):
+    """This process was told to stop before its wait was over."""
+
+
 class StopEvent(threading.Event):
     """An event that a stop signal sets. `came` says which signal it was, and which line was running."""
 
@@ -27,7 +31,8 @@ def stop_event() -> Iterator[StopEvent]:
 
     A process that was started with SIGTERM blocked takes no notice of SIGTERM: its supervisor stops it by SIGINT.
     """
-    stopping = StopEvent()
+    global _current
+    stopping = _current = StopEvent()
     numbers = (signal.SIGINT,) if _is_shielded() else (signal.SIGTERM, signal.SIGINT)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -47,6 +52,17 @@ def stop_event() -> Iterator[StopEvent]:
         yield stopping
     finally:
         restore()
+        _current = None
+
+
+_current: StopEvent | None = None
+"""The event of the `stop_event` block in which this process is."""
+
+
+def check_stop() -> None:
+    """Raise `StoppedError` if a signal has come in a `stop_event` block. Call it in a wait that knows no such event."""
+    if _current is not None and _current.is_set():
+        raise StoppedError(f"stopped by {_current.came.partition(',')[0]}")
 
 
 class interrupt_held:  # it stands for a function; one made by `contextmanager` takes twice as long

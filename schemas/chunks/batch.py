@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Annotated, Any, overload
 
 import numpy as np
@@ -39,6 +40,7 @@ from headrace.schemas.basics.bounds import (
     TaskName,
     WeightsSeq,
 )
+from headrace.schemas.basics.printable import brief
 from headrace.schemas.chunks.batch_views import TimeMajor, Transitions, time_major, transitions
 from headrace.schemas.chunks.chunk import (
     CHUNK_TABLE,
@@ -55,7 +57,7 @@ from headrace.schemas.chunks.chunk import (
     shapes_in_words,
 )
 from headrace.schemas.chunks.episodes import Episodes, episodes_of, ranges
-from headrace.schemas.chunks.info_json import infos_json, plain_json
+from headrace.schemas.chunks.info_json import info_json, infos_json, plain_json
 from headrace.schemas.chunks.spaces import Space, nest
 from headrace.schemas.chunks.task import Task, TaskJson
 from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
@@ -428,6 +430,26 @@ class ChunkBatch(Sequence[EpisodeChunk]):
         """Split the batch in two; each half has its own infos. The first half keeps what the connectors learnt."""
         first = np.arange(len(self)) < len(self) // 2
         return [self.select(first), replace(self.select(~first), connector_update={})]
+
+    def smaller(self, excess: int) -> tuple[list[ChunkBatch], list[str]]:
+        """Return what to send in place of a batch of `excess` bytes too many, and what its infos then go without.
+
+        It is both halves; of one chunk, the chunk without the largest values of its infos. Nothing: that is too large.
+        """
+        if len(self) > 1:
+            return self.halves(), []
+        infos = self.infos.get(0, {})
+        sizes = [(len(info_json({key: value})), t, key) for t, info in infos.items() for key, value in info.items()]
+        if sum(size for size, *_ in sizes) < excess:
+            return [], []
+        left_out: dict[tuple[int, str], str] = {}
+        for size, t, key in sorted(sizes, key=itemgetter(0), reverse=True):
+            if excess <= 0:
+                break
+            left_out[t, key] = f"info[{brief(key, 40)}] ({size:,} bytes of JSON, in a chunk that is too large)"
+            excess -= size
+        kept = {t: {key: own for key, own in info.items() if (t, key) not in left_out} for t, info in infos.items()}
+        return [replace(self, infos={0: {t: info for t, info in kept.items() if info}})], [*left_out.values()]
 
 
 def without_prefix(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from headrace.schemas.credentials.key_files import PeerKey, fingerprint, group_rule, is_group, key_name, read_key_file
 from headrace.schemas.credentials.known_keys import KnownKeys
-from headrace.schemas.errors import KeysError
+from headrace.schemas.errors import KeysError, absolute
 
 BROKER = "broker"
 ADMITTED: Mapping[str, tuple[str, ...]] = {
@@ -145,7 +145,7 @@ def expected_key(keys: ClientKeys | None) -> str:
 def keys_folder(named: str | os.PathLike[str] | None) -> Path | None:
     """Return the folder of keys that is named; with None, the one in the environment. "" is no folder."""
     folder = os.fspath(named) if named is not None else os.environ.get(DIR_VARIABLE, "")
-    return Path(folder).expanduser().absolute() if folder else None
+    return absolute(Path(folder).expanduser()) if folder else None
 
 
 def read_client_keys(folder: Path, role: str, group: str | None = None) -> ClientKeys:

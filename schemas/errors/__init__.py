@@ -64,6 +64,7 @@ from headrace.schemas.errors.fleet import (
     RunDirError as RunDirError,
     UnreachableError as UnreachableError,
     WindowStalledError as WindowStalledError,
+    absolute as absolute,
     is_there as is_there,
     machine_error as machine_error,
     reading as reading,

@@ -46,14 +46,20 @@ class KeysError(HeadraceError):
 
 
 class UnreachableError(HeadraceError):
-    """`endpoint` did not answer within `deadline_s` seconds. `seen` says what it did instead, and what to do."""
+    """`endpoint` did not answer within `deadline_s` seconds. `seen` says what it did instead, and what to do.
+
+    `setting` is the one that gives it longer.
+    """
 
     exit_code = ExitCode.UNREACHABLE
 
-    def __init__(self, what: str, endpoint: str, deadline_s: float, seen: str = "", *, sentence: str = "") -> None:
+    def __init__(
+        self, what: str, endpoint: str, deadline_s: float, seen: str = "", *, setting: str = "", sentence: str = ""
+    ) -> None:
         self.endpoint, self.deadline_s = endpoint, deadline_s
         where = " on this machine" if endpoint.startswith("ipc:") else ""
-        advice = seen or f"check that it runs{where} and the address is right"
+        longer = f", or raise {setting}" if setting else ""
+        advice = seen or f"check that it runs{where} and the address is right{longer}"
         super().__init__(sentence or f"no {what} answers at {endpoint} after {deadline_s:g} s; {advice}")
 
 
@@ -93,13 +99,13 @@ class RedisContractError(RedisUnavailableError):
 
 
 class PortInUseError(HeadraceError):
-    """An endpoint is taken by another process."""
+    """An endpoint is taken by another process. `setting` is the one, or the option, that names another."""
 
     exit_code = ExitCode.PORT_IN_USE
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, setting: str = "") -> None:
         self.endpoint = endpoint
-        other = "run directory" if endpoint.startswith("ipc:") else "port (0 takes a free one)"
+        other = "run directory" if endpoint.startswith("ipc:") else setting or "host or range of ports"
         super().__init__(f"{endpoint} is already in use; stop the process that holds it, or choose another {other}")
 
 
@@ -154,7 +160,7 @@ def machine_error(error: Exception) -> HeadraceError | None:
     number = getattr(error, "errno", None)  # of an OSError, or ZeroMQ's
     if isinstance(error, MemoryError) or (isinstance(error, ImportError | OSError) and _lacks_memory(str(error))):
         seen = str(error).strip().rpartition("\n")[2] or type(error).__name__
-        advice = "raise its limit (ulimit -v), or give it less to do: fewer envs, say"
+        advice = "raise its limit (ulimit -v), or give it less to do: fewer envs (sampling.num_envs), say"
         return HeadraceError(f"this process can get no more memory ({seen}); {advice}")
     if number in (errno.EMFILE, errno.ENFILE):
         return HeadraceError(f"this process can open no more files and sockets ({error}); {_REMEDIES[number]}")
@@ -176,12 +182,22 @@ def is_there(path: Path) -> bool:
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
+        absolute(path)
         return False
     except OSError as error:
         reason = error.strerror or str(error)
         sentence = f"{path} cannot be read: {reason}; {_REMEDIES.get(error.errno or 0, 'repair that, or name another')}"
         raise RunDirError(str(path), reason, sentence=sentence) from error
     return True
+
+
+def absolute(path: str | Path) -> Path:
+    """Return `path` from the root, as a program may change its working directory. Raises `RunDirError` without one."""
+    try:
+        return Path(path).absolute()
+    except FileNotFoundError as error:
+        told = f"{path} cannot be found: the working directory was removed; change to another one, or name it from /"
+        raise RunDirError(str(path), "the working directory was removed", sentence=told) from error
 
 
 @contextmanager

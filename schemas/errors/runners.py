@@ -63,7 +63,8 @@ class WeightsMismatchError(ModuleError):
             faults.append(f"{' and '.join(f'`{part}.`' for part in wrapped)} is of a wrapper (torch.compile, DDP)")
         which = f"module {module_id!r}" if module_id else "the module"
         super().__init__(
-            f"{unsaved}weights do not fit {which}: {'; '.join(faults)}; worker and learner must build the same module"
+            f"{unsaved}weights do not fit {which}: {'; '.join(faults)}; "
+            "give worker and learner the same module.build and module.config"
         )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from headrace.schemas.basics.run_files import endpoint_in, read_object, run_state
-from headrace.schemas.errors import HeadraceError, RunDirError
+from headrace.schemas.basics.stop_event import check_stop
+from headrace.schemas.errors import HeadraceError, RunDirError, absolute
 
 log = logging.getLogger("headrace.fleet")
 
@@ -43,16 +45,14 @@ class RunDirAddresses:
     """
 
     def __init__(self, path: Path, *, running: bool = False) -> None:
-        self.path = path.absolute()  # a program may change its working directory
+        self.path = absolute(path)  # a program may change its working directory
         self._running = running
 
     @property
     def problem(self) -> str:
         """Return a text on why there is no address, with what to do."""
-        stopped = self.stopped()
-        if stopped is not None:
-            return f"the run in {self.path} has stopped: {self._remedy}"
-        return f"the run in {self.path} has no broker yet: start it with `headrace up --run-dir {self.path}`"
+        begin = f"the run in {self.path} has no broker yet: start it with `headrace up --run-dir {self.path}`"
+        return str(self.stopped() or begin)
 
     def find(self, role: str) -> str:
         """Return the address for peers of `role` now; "" while there is none."""
@@ -62,19 +62,27 @@ class RunDirAddresses:
 
     def stopped(self) -> HeadraceError | None:
         """Return an error that says so, if the run has stopped."""
-        if run_state(self.path) != "stopped":
+        if not (end := how_it_ended(self.path)):
             return None
-        end = "reached its goal" if self.at_goal else "stopped"
-        return RunDirError(str(self.path), f"its run has {end}", self._remedy)
+        sentence = f"{end}; go on with `headrace up --resume {shlex.quote(str(self.path))}`"
+        return RunDirError(str(self.path), end, sentence=sentence)
 
     @property
     def at_goal(self) -> bool:
         """Return whether the run has reached its goal."""
         return read_object(self.path / "fleet.json").get("at_goal") is True
 
-    @property
-    def _remedy(self) -> str:
-        return f"start it with `headrace up --resume {self.path}`"
+
+def how_it_ended(run_dir: Path) -> str:
+    """Return how and when the fleet in `run_dir` ended, and after how many steps; "" if it has not."""
+    told = read_object(run_dir / "fleet.json")
+    if told.get("state") != "stopped":
+        return ""
+    ended, steps = told.get("ended"), told.get("env_steps")
+    at = time.strftime(" at %Y-%m-%d %H:%M:%S", time.localtime(ended)) if isinstance(ended, float) else ""
+    after = f" after {steps:,} env steps" if isinstance(steps, int) else ""
+    how = "reached its goal" if told.get("at_goal") is True else "was stopped"
+    return f"the fleet in {run_dir} {how}{at}{after}"
 
 
 class FirstOf:
@@ -109,10 +117,11 @@ def await_address(
     """Return the address for peers of `role`, once `source` names one; "" after `timeout_s`.
 
     Logs every ten seconds what it waits for. `pause` sleeps for a time in seconds; where it returns true, the wait
-    ends.
+    ends. Raises `StoppedError` after a stop signal.
     """
     began, say_at = time.monotonic(), 0.0
     while not (address := source.find(role)):
+        check_stop()
         waited_s = time.monotonic() - began
         if waited_s >= timeout_s:
             return ""

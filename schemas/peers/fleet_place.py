@@ -7,6 +7,7 @@ import math
 
 from headrace.schemas.errors import HeadraceError, UnreachableError
 from headrace.schemas.peers.fleet_address import AddressSource
+from headrace.schemas.peers.handshakes import patience_setting
 
 log = logging.getLogger("headrace.fleet")
 
@@ -24,6 +25,12 @@ _FIRST_WORD_S, _SAY_WAITING_S = 5.0, 10.0
 def broker_fleet_id(fleet_id: str, index: int, count: int) -> str:
     """Return the fleet id of one of `count` brokers, which has books of its own; "" where the fleet's is not known."""
     return f"{fleet_id}.{index}" if fleet_id and count > 1 else fleet_id
+
+
+def not_found_error(server: str, problem: str, deadline_s: float) -> UnreachableError:
+    """Return the error for a server whose address is not known after `deadline_s`, for the reason `problem`."""
+    why = problem or "its rendezvous names no address"
+    return UnreachableError(server, "", deadline_s, sentence=f"no {server} is found within {deadline_s:g} s: {why}")
 
 
 class FleetPlace:
@@ -74,11 +81,13 @@ class FleetPlace:
         self._look_at = self._look_if_stopped_at = 0.0
         self._say_at = 0.0
 
-    @property
-    def unknown(self) -> tuple[str, str]:
-        """Return (server, where it was looked for) of a server whose address is not known."""
-        problem = self._source.problem if self._source is not None else ""
-        return self._server, f"any address: {problem}" if problem else "its rendezvous, which names no address"
+    def not_found(self, deadline_s: float) -> UnreachableError:
+        """Return the error for a server whose address is still not known after `deadline_s`."""
+        return not_found_error(self._server, self._source.problem if self._source is not None else "", deadline_s)
+
+    def stopped(self) -> HeadraceError | None:
+        """Return an error that says so, if the fleet has stopped."""
+        return self._source.stopped() if self._source is not None else None
 
     @property
     def is_lost(self) -> bool:
@@ -144,7 +153,7 @@ class FleetPlace:
         return self.has_stopped(now) and self._end is not None and self._end.at_goal
 
     def _judge(self, gone_s: float, now: float) -> None:
-        why = self._source.stopped() if self._source is not None else None
+        why = self.stopped()
         said, most_s = f"no {self._server} answers at {self.endpoint}", self._patience_s
         if self._source is not None and why is not None:
             said = self._source.problem
@@ -152,7 +161,8 @@ class FleetPlace:
         if not self._was_present:
             most_s = self._first_patience_s
         if gone_s >= most_s or now - self._lost_since >= _MOST_PATIENCES * most_s:
-            self.ended = self.ended or why or UnreachableError(self._server, self.endpoint, most_s)
+            setting = patience_setting(self._role, "silence_timeout_s")
+            self.ended = self.ended or why or UnreachableError(self._server, self.endpoint, most_s, setting=setting)
         if self._says_waiting and now >= self._say_at and (self._was_present or why is not None):
             self._say_at, self._has_said = now + _SAY_WAITING_S, True
             is_bounded = not self.ended and not math.isinf(most_s)

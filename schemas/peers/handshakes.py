@@ -37,6 +37,16 @@ def read_event(frames: Sequence[bytes]) -> tuple[int, int]:
     return event, value
 
 
+def patience_setting(role: str, of_learner: str = "connect_timeout_s") -> str:
+    """Return the setting that says how long a peer of `role` waits for its server; "" where none does.
+
+    A learner's is the argument `of_learner` of its stream.
+    """
+    if role == "learner":
+        return of_learner
+    return "worker.connect_timeout_s" if role == "worker" or role.startswith("env") else ""
+
+
 class Handshakes:
     """The handshakes of one client of `role` at `endpoint`, which shows `keys`, or none.
 
@@ -96,7 +106,7 @@ class Handshakes:
         if self.broken_off and not self._agreed:
             return self._refused(self._breaks_off())
         why = f"it {self._breaks_off()}" if self.broken_off >= _SAY_AFTER else ""
-        return UnreachableError(self.server, self.endpoint, deadline_s, why)
+        return UnreachableError(self.server, self.endpoint, deadline_s, why, setting=patience_setting(self.role))
 
     # -- sentences ----------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ def bind_to_port(bind: Callable[[str], object], host: str, port: int, key: str) 
                 raise
             if number != errno.EADDRINUSE:
                 raise ConfigError(f"{host!r} cannot be bound: {error}", key=key) from error
-    raise PortInUseError(endpoint)
+    raise PortInUseError(endpoint, f"{key.removesuffix('host')}port")
 
 
 def check_insecure(host: str, key: str, insecure_key: str, *, allowed: bool) -> None:

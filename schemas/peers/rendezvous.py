@@ -42,7 +42,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from headrace.schemas.accounts.worker_figures import PortAddress
 from headrace.schemas.basics.addresses import is_broker_address
 from headrace.schemas.basics.run_files import read_regular, replace_private
-from headrace.schemas.errors import ConfigError, HeadraceError, no_fleet_error
+from headrace.schemas.errors import ConfigError, HeadraceError, UnreachableError, absolute
 from headrace.schemas.peers.http_hosts import BY_PROGRAM
 from headrace.schemas.peers.socket_folder import check_socket
 from headrace.schemas.settings.config import is_loopback
@@ -120,7 +120,7 @@ class Rendezvous:
     """
 
     def __init__(self, where: str, ports: Mapping[str, int] | None = None, setting: str = "broker.port") -> None:
-        self.where = where if "://" in where else str(Path(where).absolute())
+        self.where = where if "://" in where else str(absolute(where))
         self.fleet_id = ""
         self.problem = ""
         """Text on why the last look found no fleet that runs; "" if it found one."""
@@ -152,7 +152,9 @@ class Rendezvous:
             self.at_goal = found.at_goal
             late_s = time.time() - found.expires_unix_s
             if late_s <= 0 or found.state == "stopped":
-                stopped = f"fleet {found.fleet_id} of {self.where} has stopped: start it again"
+                how = "reached its goal" if found.at_goal else "has stopped"
+                again = f"go on with `headrace up --resume RUN` on {found.host or 'its machine'}"
+                stopped = f"fleet {found.fleet_id} of {self.where} {how}; {again}"
                 self.problem = stopped if found.state == "stopped" else ""
                 return found
             self.problem = (
@@ -182,7 +184,9 @@ class Rendezvous:
     def stopped(self) -> HeadraceError | None:
         """Return an error that says so, if the fleet has stopped."""
         found = self.look()
-        return no_fleet_error(self.where, self.problem) if found is not None and found.state == "stopped" else None
+        if found is None or found.state != "stopped":
+            return None
+        return UnreachableError("fleet", self.where, 0.0, sentence=self.problem)
 
 
 def is_elsewhere(address: str, host: str) -> bool:

@@ -23,6 +23,7 @@ from headrace.schemas.basics.bounds import (
     GroupName,
 )
 from headrace.schemas.credentials.key_files import group_rule, is_group
+from headrace.schemas.errors import absolute
 from headrace.schemas.settings.config_section import ConfigSection
 from headrace.schemas.settings.redis_url import read_redis_url
 from headrace.schemas.settings.sampling_settings import SamplingSettings
@@ -265,7 +266,7 @@ class KeysSection(ConfigSection):
     @classmethod
     def _absolute(cls, folder: str) -> str:
         """Make the folder absolute, so that it is the same for every process of the fleet."""
-        return str(Path(folder).expanduser().absolute()) if folder else ""
+        return str(absolute(Path(folder).expanduser())) if folder else ""
 
 
 MOST_WORKERS_ON_RAY = 10_000

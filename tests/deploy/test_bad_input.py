@@ -203,7 +203,7 @@ def test_a_broker_refuses_a_port_in_use(tmp_path: Path) -> None:
         holder.listen()
         port = holder.getsockname()[1]
         result = headrace("broker", "--run-dir", str(tmp_path), *by_tcp(port))
-    assert_one_sentence(result, ExitCode.PORT_IN_USE, str(port), "already in use", "choose another port")
+    assert_one_sentence(result, ExitCode.PORT_IN_USE, str(port), "already in use", "choose another broker.port")
 
 
 @pytest.mark.one_in(4)

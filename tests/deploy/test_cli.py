@@ -124,9 +124,19 @@ def test_a_run_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("inherited", [signal.default_int_handler, signal.SIG_IGN], ids=["default", "ignored"])
-def test_ctrl_c_in_the_midst_of_the_imports_ends_a_command_quietly(tmp_path: Path, inherited: Any) -> None:
-    """It also ends where SIGINT was inherited as ignored, as in a script's background."""
+@pytest.mark.parametrize(
+    ("number", "inherited", "ended"),
+    [
+        (signal.SIGINT, signal.default_int_handler, (130, b"")),
+        (signal.SIGINT, signal.SIG_IGN, (130, b"")),
+        (signal.SIGTERM, signal.default_int_handler, (143, b"stopped by SIGTERM\n")),
+    ],
+    ids=["Ctrl-C", "Ctrl-C that was ignored", "SIGTERM"],
+)
+def test_a_signal_in_the_midst_of_the_imports_ends_a_command_in_order(
+    tmp_path: Path, number: signal.Signals, inherited: Any, ended: tuple[int, bytes]
+) -> None:
+    """Ctrl-C also ends it where SIGINT was inherited as ignored, as in a script's background."""
     endless = "import time\nprint('importing', flush=True)\nwhile True:\n    time.sleep(0.05)\n"
     (tmp_path / "typer.py").write_text(endless)
     before = signal.signal(signal.SIGINT, inherited)
@@ -142,9 +152,9 @@ def test_ctrl_c_in_the_midst_of_the_imports_ends_a_command_quietly(tmp_path: Pat
     with started as command:
         assert command.stdout is not None
         assert command.stdout.readline() == b"importing\n"
-        command.send_signal(signal.SIGINT)
+        command.send_signal(number)
         _, errors = command.communicate(timeout=TIMEOUT_S)
-    assert (command.returncode, errors) == (130, b"")
+    assert (command.returncode, errors) == ended
 
 
 def test_a_hangup_that_is_ignored_stays_ignored() -> None:

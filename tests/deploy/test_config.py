@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from importlib.resources import files
@@ -13,7 +14,7 @@ import pytest
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.exit_record import exit_record_path
 from headrace.deploy.process.liveness_file import LivenessFile
-from headrace.deploy.run.options import Asked, as_toml, to_toml
+from headrace.deploy.run.options import Asked, as_toml, parse_sets, to_toml
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import known_keys, load_config
@@ -150,3 +151,24 @@ def test_an_early_fork_server_has_the_environment_of_later_children(
 @pytest.mark.parametrize("value", [True, 1, 1.5, 'a "b" \\ c\n\x7f', [1, [2]], {"a": {"b\x7fc": 1}}, {}, [], 1e-9])
 def test_values_survive_toml(value: object) -> None:
     assert tomllib.loads(f"x = {to_toml(value)}")["x"] == value
+
+
+def test_a_setting_without_its_section_is_answered_with_its_whole_name() -> None:
+    with pytest.raises(ConfigError, match=r"is not SECTION.KEY=VALUE; did you mean sampling.env_restart_attempts\?"):
+        parse_sets(["env_restart_attempts=9"])
+    with pytest.raises(ConfigError, match=r"is not SECTION.KEY=VALUE \(from --set\)"):
+        parse_sets(["qqqq"])
+
+
+def test_each_setting_that_an_error_names_exists() -> None:
+    sections = "|".join(FleetConfig.model_fields)
+    folders = [
+        Path(str(files(f"headrace.{name}"))) for name in ("schemas", "workers", "broker", "learner_stub", "deploy")
+    ]
+    for file in (file for folder in folders for file in folder.rglob("*.py")):
+        for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func).endswith(("Error", "_error", "refusal")):
+                texts = [part.value for part in ast.walk(call) if isinstance(part, ast.Constant)]
+                named = re.findall(rf"\b(?:{sections})\.[a-z_]+\b", " ".join(map(str, texts)))
+                own = {one for one in named if not one.endswith((".json", ".toml", ".log", ".checkpoint", ".secret"))}
+                assert own - {"broker.public"} <= set(known_keys()), f"{file}:{call.lineno}"

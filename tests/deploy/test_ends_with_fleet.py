@@ -104,9 +104,9 @@ def test_a_worker_of_a_stopped_run_says_so_at_once(tmp_path: Path, capfd: pytest
     fleet = {"redis_url": "", "fleet_id": "f", "state": "stopped"}
     (tmp_path / "fleet.json").write_bytes(orjson.dumps(fleet))
     flags = {"fleet.run_dir": str(tmp_path), "worker.connect_timeout_s": 0.1}
-    with pytest.raises(RunDirError, match="its run has stopped; start it with `headrace up --resume "):
+    with pytest.raises(RunDirError, match="was stopped; go on with `headrace up --resume "):
         joining.join(Asked(flags=flags), None, "worker")
-    assert f"the run in {tmp_path} has stopped: start it with" in capfd.readouterr().err
+    assert f"the fleet in {tmp_path} was stopped; go on with" in capfd.readouterr().err
 
 
 def test_a_process_waits_a_while_for_a_stopped_fleet_to_start_again(

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from headrace.broker.files.report_file import RedisAway
 from headrace.deploy.annexes.watch.state.fleet_state import ledger
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import KIND, KINDS
-from headrace.deploy.monitoring.findings import awaited, find, verdict
+from headrace.deploy.monitoring.findings import awaited, find, notes, verdict
 from headrace.deploy.monitoring.losses import losses_in_words
-from headrace.deploy.monitoring.why import _as_text
+from headrace.deploy.monitoring.why import _as_json, _as_text
+from headrace.deploy.report.progress import env_failures
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.accounts.consumer_groups import GroupBooks, GroupRow
-from headrace.schemas.accounts.env_errors import EnvErrorRow
+from headrace.schemas.accounts.env_errors import INFO_LEFT_OUT, EnvErrorRow
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.redis_keys import TOLD_SETTINGS
 from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
@@ -736,6 +739,24 @@ def test_envs_have_failed_since_their_workers_life_began_at_most_and_a_day_later
         assert re.search(says, _as_text(facts, "", [found], None))
 
 
+def test_what_infos_go_without_is_told_with_its_count_and_is_no_finding_and_no_failure() -> None:
+    known = {"first_unix_s": 1.0, "last_unix_s": NOW, "traceback": "", "slots": [0]}
+    message = "infos go without info['scene'] (Type is not JSON\x1b serializable: Scene)"
+    left_out = EnvErrorRow(kind=INFO_LEFT_OUT, where="info['scene']", message=message, count=1234, **known)
+    facts = told(errors={"a" * 16: left_out})
+    assert find(facts) == []
+    assert verdict(facts, []) == "Learning. Nothing lost."
+    said = "info: infos go without info['scene'] (Type is not JSON\\x1b serializable: Scene), 1,234 so far"
+    assert _as_text(facts, "Learning.", [], None).splitlines() == ["Learning.", "", said, "  kind:  info_left_out"]
+    (info,) = orjson.loads(_as_json(facts, "Learning.", [], None))["info"]
+    assert (info["kind"], info["whom"], info["sentence"]) == ("info_left_out", "info['scene']", said[len("info: ") :])
+    fails = {**FAILS, "env_failures": 20_000}
+    failing = told(workers={0: fails, 1: WORKER}, errors={"a" * 16: left_out})
+    (found,) = find(failing)
+    assert found.since_unix_s is None, "the group of infos is no failure"
+    assert "the first" not in env_failures(failing.snapshot)
+
+
 def test_each_cause_is_a_finding_and_has_its_share_of_the_rate() -> None:
     workers = {0: raised(0, "ValueError: a"), 1: raised(1, "KeyError: b"), 2: raised(2, "ValueError: a"), 3: WORKER}
     facts = told(
@@ -798,6 +819,43 @@ def test_workers_that_start_again_are_one_finding_for_each_cause_and_role() -> N
         "worker-2": "waiting for worker-2 to start again (it ended with exit code 9)",
         "learner": "waiting for learner to start again (it ended with signal SIGKILL)",
     }
+
+
+def test_restarts_of_the_last_minutes_are_told_of_a_healthy_fleet_and_are_no_finding() -> None:
+    again = {"restarts": 1, "last_words": "signal SIGKILL", "started_unix_s": NOW - 40}
+    facts = of_workers(again, {**again, "started_unix_s": NOW - 50}, {**again, "started_unix_s": NOW - 301}, {})
+    facts = having("broker", facts, **{**again, "last_words": "exit code 1: it broke"})
+    facts = replace(facts, snapshot=replace(facts.snapshot, workers=dict.fromkeys(range(4), WORKER)))
+    assert (find(facts), verdict(facts, [])) == ([], "Learning. Nothing lost.")
+    assert [(one.whom, one.sentence, one.since_unix_s, one.command) for one in notes(facts, [])] == [
+        (
+            "broker",
+            "broker has started again (it ended with exit code 1: it broke)",
+            NOW - 40,
+            "tail /runs/a/logs/broker.log",
+        ),
+        (
+            "worker-0, worker-1",
+            "2 of 4 workers have started again (worker-0 ended with signal SIGKILL)",
+            NOW - 50,
+            "tail /runs/a/logs/worker-0.log",
+        ),
+    ]
+    assert "\ninfo: broker has started again" in _as_text(facts, "", [], None)
+    assert [len(row) for row in orjson.loads(_as_json(facts, "", [], None)).values() if isinstance(row, list)] == [0, 2]
+    ends_often = having("worker-0", **{**again, "recent_deaths": 3})
+    assert ([one.kind for one in find(ends_often)], notes(ends_often, [])) == (["crash_loop"], [])
+
+
+def test_a_failure_that_can_be_repeated_is_told_unless_a_finding_has_its_command(tmp_path: Path) -> None:
+    (tmp_path / "failures").mkdir()
+    (tmp_path / "failures" / "0-1-3.failure").touch()
+    rerun, fine = f"headrace rerun {tmp_path} --failure 0-1-3", healthy(run_dir=tmp_path)
+    ended = having("supervisor", fine, state="stopped")
+    assert [[one.command for one in notes(facts, find(facts))] for facts in (fine, ended)] == [[rerun], [rerun]]
+    failing = replace(told(workers={0: FAILS, 1: WORKER}), run_dir=tmp_path)
+    (found,) = find(failing)
+    assert (found.command, notes(failing, [found])) == (rerun, [])
 
 
 def test_a_learner_that_has_ended_is_told_at_once_while_workers_still_fill_their_windows() -> None:

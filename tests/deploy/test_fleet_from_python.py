@@ -84,8 +84,10 @@ def test_a_stream_ends_at_once_with_its_fleet(tmp_path: Path) -> None:
             next(stream)
         assert not run.is_running
         assert repr(run).startswith(f"<RunningFleet in {tmp_path / 'run'}: ended; <EpisodeStream from ")
-        assert stream.ended == f"the fleet in {tmp_path / 'run'} has ended"
-        with pytest.raises(FleetError, match="has ended; start a new one"):
+        end = rf"the fleet in {run.path} reached its goal at \S+ \S+ after [\d,]+ env steps"
+        end = rf"{end}; go on with headrace\.fleet\(\.\.\., run_dir='{run.path}'\)"
+        assert re.fullmatch(end, stream.ended)
+        with pytest.raises(FleetError, match=end):
             run.stream()
     assert steps >= 500
     assert run.summary["goal_reached"] is True

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.broker.files.report_file import RedisAway
 from headrace.deploy.report.progress import ProgressDisplay, ProgressView, progress_table
-from headrace.deploy.report.summary import RunFacts, Summary, ledger_table, print_summary, read_run_facts
+from headrace.deploy.report.summary import RunFacts, Summary, ledger_table, next_commands, print_summary, read_run_facts
 from headrace.deploy.run.goal import Goal, RunNumbers, show_return
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.terminal.console import PrintableConsole
@@ -19,6 +19,7 @@ from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.figures import added_up
 from headrace.schemas.accounts.ledger import FleetLedger
 from headrace.schemas.errors import HeadraceError
+from headrace.schemas.settings.config import FleetConfig
 
 START = RunNumbers(steps=1000, episodes=50, mean_return=480.0, window=100)
 FIFTY_PER_S = Snapshot(gauges={"env_steps_per_s": 50.0})
@@ -250,6 +251,21 @@ def test_a_start_that_read_no_redis_keeps_the_figures_of_the_earlier_end_in_the_
     assert (found["env_steps"], found["mean_return"], found["weights_seq"]) == (3000, 475.5, 4)
     assert (found["ledger"]["stepped"], found["balanced"], found["problems"]) == (100, False, ["old"])
     assert (found["state"], found["error"], found["goal_reached"]) == ("ended", "refused", False)
+
+
+def test_the_end_names_the_commands_that_play_the_policy_and_repeat_the_newest_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my run" / "failures").mkdir(parents=True)
+    ended, config = replace(summary_of(BOOKS), run_dir=str(tmp_path / "my run")), FleetConfig()
+    assert next_commands(ended, config) == []
+    (tmp_path / "my run" / "failures" / "0-1-3.failure").touch()
+    (tmp_path / "my run" / "learner.checkpoint").touch()
+    rerun = "repeat the newest failure of an env: headrace rerun 'my run' --failure 0-1-3"
+    assert next_commands(ended, config) == ["play its policy: headrace evaluate 'my run'", rerun]
+    failed = replace(ended, ledger=None, end=RunNumbers(), failure=HeadraceError("no env could be reset"))
+    assert next_commands(failed, config) == [rerun]
 
 
 @pytest.mark.parametrize(("queued", "says"), [(20, "adds up"), (19, "does NOT add up: +1 steps")])

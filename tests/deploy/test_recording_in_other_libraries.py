@@ -80,6 +80,18 @@ def test_duckdb_reads_each_step_and_answers_the_questions_of_the_guide() -> None
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("recording")
+def test_pandas_answers_the_question_of_the_guide() -> None:
+    pytest.importorskip("pandas", reason="pip install 'headrace[long]'")
+    (block,) = re.findall(r"```python\n(.*?import pandas.*?)```", PAGE.read_text(), re.DOTALL)
+    names = dict[str, Any]()
+    exec(block.rpartition("```python\n")[2], names)  # noqa: S102
+    whole = [episode for episode in ALL if episode.end in (ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED)]
+    assert names["lives"]["count"].sum() == len(whole)
+    assert names["whole"]["episode_return"].sum() == pytest.approx(sum(one.columns["rewards"].sum() for one in whole))
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("recording")
 def test_polars_reads_each_step() -> None:
     polars = pytest.importorskip("polars", reason="pip install 'headrace[long]'")
     check_steps(polars.scan_parquet("recording/steps-*.parquet").sort("episode_id", "t").collect().to_dicts())

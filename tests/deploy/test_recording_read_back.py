@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'headrace[record]'")
 
 import pyarrow.parquet as pq
+from torch.utils.data import DataLoader
 
 from headrace.deploy.annexes.recording import compaction
 from headrace.deploy.annexes.recording.recorded_stream import RecordedStream
@@ -30,6 +32,7 @@ from headrace.schemas.errors import ConfigError, ModuleError, RunDirError
 from headrace.schemas.frames.wire import ALLOWED_DTYPES
 from support.pipeline.same_batches import contents
 
+THOROUGH = (pytest.mark.slow, pytest.mark.thorough)
 LENGTHS = (3, 0, 2, 4)
 """0 is the marker of an aborted episode."""
 SHAPES = [(), (3,), (2, 3), (4, 4, 3), (0,), (2, 0)]
@@ -432,11 +435,50 @@ def test_a_recording_takes_rank_env_in_a_process_that_is_alone(tmp_path: Path, m
         EpisodeStream.of(path, rank="env")
 
 
-@pytest.mark.parametrize("opened", [StreamDataset, WeightPublisher.of])
-def test_what_needs_a_fleet_says_at_once_that_a_recording_is_none(tmp_path: Path, opened: Any) -> None:
+def test_a_publisher_says_at_once_that_a_recording_is_no_fleet(tmp_path: Path) -> None:
     path = recorded(tmp_path / "recording", [make_batch(1)])
-    with pytest.raises(ConfigError, match=r"recording is a recording and has no fleet; EpisodeDataset\(EpisodeStream"):
-        opened(path)
+    with pytest.raises(ConfigError, match=r"recording is a recording and has no fleet; EpisodeStream\.of or"):
+        WeightPublisher.of(path)
+
+
+def numbers_of(batch: ChunkBatch) -> list[int]:
+    return batch.columns["weights_seq"].tolist()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than this machine has cores
+@pytest.mark.parametrize(
+    ("workers", "context"),
+    [(0, None), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow), pytest.param(3, "fork", marks=THOROUGH)],
+)
+def test_a_loader_gives_each_batch_of_a_recording_once_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, context: str | None
+) -> None:
+    batches = [make_batch(seq) for seq in range(1, 8)]
+    (tmp_path / "runs").mkdir()
+    path = recorded(tmp_path / "runs" / "recording", batches[:3], batches[3:])
+    assert len(read(path)) == 7, "its threads of Arrow are there before the fork"
+    monkeypatch.chdir(tmp_path)
+    dataset = StreamDataset("runs/recording", convert=numbers_of)
+    monkeypatch.chdir(tmp_path / "runs")
+    loader = DataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context)
+    for epoch in range(2):
+        assert sorted(loader) == [numbers_of(batch) for batch in batches], epoch
+    chosen = StreamDataset(path, convert=len, keep=lambda episode: episode["agent"] == "left")
+    assert list(DataLoader(chosen, batch_size=None)) == [2] * len(batches)
+
+
+def test_a_dataset_takes_a_place_and_its_sister_a_stream(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "recording", [make_batch(1)])
+    with EpisodeStream.of(path) as stream:
+        with pytest.raises(ConfigError, match="where: StreamDataset opens its streams itself") as refused:
+            StreamDataset(stream)
+        (line,) = re.findall("from headrace.* import EpisodeDataset", str(refused.value))
+        names = dict[str, Any]()
+        exec(line, names)  # noqa: S102
+        with pytest.raises(ConfigError, match=r"or for worker processes a StreamDataset\(PLACE\)"):
+            ForkingPickler.dumps(names["EpisodeDataset"](stream))
+        (steps,) = names["EpisodeDataset"](stream)
+        assert len(steps) == sum(LENGTHS)
 
 
 def test_a_run_directory_is_no_folder_for_a_recording(tmp_path: Path) -> None:

@@ -205,13 +205,13 @@ def test_a_worker_of_a_stopped_run_reports_it_and_joins_each_resumed_run(tmp_pat
         assert brief.returncode == ExitCode.RUN_DIR
         return brief.stderr
 
-    assert "its run has reached its goal; start it with `headrace up --resume run`" in why_none_joins()
+    again, run = f"; go on with `headrace up --resume {tmp_path}/run`", f"the fleet in {tmp_path}/run"
+    assert re.search(rf"{run} reached its goal at \S+ \S+ after [\d,]+ env steps{again}", why_none_joins())
     words = tmp_path / "words"
     asked = command("worker", "--run-dir", "run")
     with words.open("wb") as lines, subprocess.Popen(asked, cwd=tmp_path, stderr=lines) as worker:
         try:
-            stopped = "the run in run has stopped: start it with `headrace up --resume run`; waiting for it"
-            wait_until(lambda: stopped in words.read_text(), "the sentence of the worker")
+            wait_until(lambda: f"{again}; waiting for it" in words.read_text(), "the sentence of the worker")
             summary_of(headrace(tmp_path, "up", "--resume", "run", "--workers", "0", "--until-steps", "600", "--json"))
             assert "as slot 1000" in words.read_text()
             summary_of(headrace(tmp_path, "up", "--resume", "run", "--workers", "0", "--until-steps", "600", "--json"))
@@ -220,7 +220,7 @@ def test_a_worker_of_a_stopped_run_reports_it_and_joins_each_resumed_run(tmp_pat
             worker.terminate()
     beyond = ("--workers", "0", "--until-steps", "1000000", "--timeout-s", "1")
     assert headrace(tmp_path, "up", "--resume", "run", *beyond).returncode == ExitCode.TIMEOUT
-    assert "its run has stopped; start it with `headrace up --resume run`" in why_none_joins()
+    assert re.search(rf"{run} was stopped at \S+ \S+ after \d\S+ env steps{again}", why_none_joins())
 
 
 @pytest.mark.thorough

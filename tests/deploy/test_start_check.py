@@ -366,7 +366,7 @@ def test_the_trial_of_an_env_takes_a_legal_action_and_says_where_there_is_none(i
 
 
 LONG = {"env": "user:Faulty", "rollout_fragment_length": 8000}
-"""A batch of 64,000 steps with 12 bytes of observations each."""
+"""A batch of 64,000 steps in 8 chunks, with 12 bytes of observations each."""
 MANY = {"sampling": LONG, "broker": {"max_batch_bytes": 768_000}}
 
 
@@ -374,7 +374,7 @@ MANY = {"sampling": LONG, "broker": {"max_batch_bytes": 768_000}}
 @pytest.mark.parametrize(
     ("sections", "key", "least"),
     [
-        ({"sampling": LONG}, "broker.max_batch_bytes", 768_000),
+        ({"sampling": LONG}, "broker.max_batch_bytes", 96_000),
         (
             {**MANY, "fleet": {"workers": 5}, "learner": {"steps_per_update": 20 * 64_000}},
             "broker.max_held_bytes",
@@ -398,7 +398,8 @@ def test_a_limit_in_bytes_that_is_too_small_for_a_batch_or_an_update_is_refused(
     check_start(config(**having(least)), lambda step: None)
     said = mistake(**having(least - 1))
     assert said.startswith(f"{key}: {least - 1:,} ")
-    assert "a batch of sampling.num_envs = 8 times sampling.rollout_fragment_length = " in said
+    what = "a chunk of" if name == "max_batch_bytes" else "a batch of sampling.num_envs = 8 times"
+    assert f"{what} sampling.rollout_fragment_length " in said
     varying = {**sections, "sampling": {**sections["sampling"], "batch_mode": "complete_episodes"}}
     sections = varying
     check_start(config(**having(least - 1)), lambda step: None)

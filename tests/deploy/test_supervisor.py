@@ -77,6 +77,12 @@ def test_a_crash_loop_ends_in_a_typed_error_that_shows_the_log(nursery: Nursery)
     assert nursery.supervisor.gone()
 
 
+def test_a_crash_loop_by_sigkill_says_what_saves_memory(nursery: Nursery) -> None:
+    nursery.start("import os; os.kill(os.getpid(), 9)")
+    nursery.until(lambda: nursery.supervisor.failure is not None)
+    assert "or lower sampling.num_envs where memory is short" in str(nursery.supervisor.failure)
+
+
 @pytest.mark.parametrize(
     "code",
     [ExitCode.CONFIG, ExitCode.ENV, ExitCode.ENV_RESTART_BUDGET, ExitCode.WRONG_FLEET, ExitCode.CRASH_LOOP],

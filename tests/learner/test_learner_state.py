@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+import headrace
+from headrace.deploy.annexes.recording.recorded_stream import RecordedStream
 from headrace.learner_stub import LearnerState
 from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, load_checkpoint, published_arrays, save_checkpoint
 from headrace.learner_stub.checkpoints.learner_state import save_policy
@@ -24,6 +27,7 @@ from headrace.schemas.errors import (
     FencedError,
     ModuleError,
     NotFiniteError,
+    RunDirError,
     UnreachableError,
     WeightsMismatchError,
 )
@@ -194,7 +198,7 @@ def test_deep_nesting_is_a_typed_error(tmp_path: Path) -> None:
 def test_a_learner_state_needs_a_running_fleet(tmp_path: Path) -> None:
     (tmp_path / "broker.json").write_bytes(orjson.dumps({"endpoints": {"learner": "tcp://127.0.0.1:1"}}))
     (tmp_path / "fleet.json").write_bytes(orjson.dumps({"state": "starting"}))
-    with pytest.raises(UnreachableError, match="has stopped or has not begun"):
+    with pytest.raises(UnreachableError, match="has no broker yet: start it with"):
         LearnerState.of(tmp_path, connect_timeout_s=0.3)
     (tmp_path / "fleet.json").write_bytes(orjson.dumps({"state": "running"}))
     assert LearnerState.of(tmp_path).load() is None
@@ -273,6 +277,26 @@ def test_the_first_save_of_a_run_must_fit_its_workers(tmp_path: Path) -> None:
         save_policy(tmp_path, {"a": torch.zeros(3)})
     assert [path.name for path in tmp_path.iterdir()] == ["broker.json"]
     save_policy(tmp_path, {"default_policy": MODULE})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(LearnerState, headrace.EpisodeStream.of, headrace.WeightPublisher.of, headrace.TaskPublisher.of),
+        *(headrace.load_policy, RecordedStream, lambda path: headrace.fleet("CartPole-v1", run_dir=path)),
+        lambda path: save_policy(path, nn.Linear(1, 1).state_dict()),
+        lambda path: headrace.EpisodeStream.of(f"{path}/meet.json"),
+        lambda path: headrace.EpisodeStream("tcp://127.0.0.1:1", keys=path),
+    ],
+)
+def test_a_relative_path_in_a_working_directory_that_was_removed_is_a_sentence(
+    call: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(RunDirError, match="cannot be found: the working directory was removed; change to another"):
+        call("runs/x")
 
 
 @pytest.mark.parametrize("name", ["x", "a/x", "./x"])

@@ -194,8 +194,9 @@ def test_status_and_end_go_to_each_rank() -> None:
     zero.sessions.exhausted = True
     zero.sessions.tick(1.0)
     assert [(to, it.workers) for to, it in zero.sessions.take_outbox()] == [(b"a", 0), (b"b", 0)]  # type: ignore[union-attr]
-    zero.sessions.end()
-    assert [(to, it.code) for to, it in zero.sessions.take_outbox()] == [(b"a", ENDED), (b"b", ENDED)]  # type: ignore[union-attr]
+    zero.sessions.end("the fleet was stopped")
+    over = Reject(code=ENDED, detail="the fleet was stopped")
+    assert zero.sessions.take_outbox() == [(b"a", over), (b"b", over)]
 
 
 def test_turns_settle_what_comes_after_the_last_round_once_that_is_settled() -> None:

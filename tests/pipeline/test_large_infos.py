@@ -1,4 +1,4 @@
-"""Infos or names too large for one message: the batch is split. Only a chunk that is too large alone is dropped."""
+"""What is too large for one message: a batch is split, and a chunk goes without the largest values of its infos."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+from headrace.schemas.accounts.env_errors import INFO_LEFT_OUT
 from headrace.schemas.accounts.ledger import Drop, LedgerRow, Settled
 from headrace.schemas.accounts.recorder import Recorder, read_recorder
 from headrace.schemas.chunks.batch import ChunkBatch
-from headrace.schemas.messages import WorkerHello
+from headrace.schemas.messages import WorkerHello, WorkerWelcome
 from headrace.workers import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.shipping import Shipper
@@ -41,13 +42,14 @@ class Talkative(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         self._t += 1
-        return np.array([self._t], np.float32), 1.0, self._t == 7, False, self._info if self._info["said"] else {}
+        info = {**self._info, "t": self._t} if self._info["said"] else {}
+        return np.array([self._t], np.float32), 1.0, self._t == 7, False, info
 
 
 class Shipped:
     """Batches that a runner of `Talkative`s ships, cut by cut, as a learner reads them; None for a dropped batch."""
 
-    def __init__(self, path: Path, mib: list[float]) -> None:
+    def __init__(self, path: Path, mib: list[float], max_batch_bytes: int = 0) -> None:
         self.recorder = Recorder(path, 0, 1)
         self.session = WorkerSession(WorkerHello(fleet_id=FLEET, token="t", slot=0), SessionLimits())
         config: dict[str, Any] = {"num_envs": len(mib), "env_config": {"mib": mib}, "seed": 1}
@@ -55,6 +57,12 @@ class Shipped:
         parts = FLEET, self.session, self.recorder, self.runner.totals, self.runner.take_finished_episodes
         self.shipper = Shipper(*parts)
         self.episodes: list[tuple[float, int]] = []
+        if max_batch_bytes:
+            self.limit(max_batch_bytes)
+
+    def limit(self, max_batch_bytes: int) -> None:
+        """Take over what the broker takes, from its WELCOME."""
+        self.session.welcome = WorkerWelcome.model_construct(max_batch_bytes=max_batch_bytes)
 
     def cut(self) -> list[ChunkBatch | None]:
         first = self.session.next_seq
@@ -104,33 +112,52 @@ def test_a_batch_with_infos_too_large_for_one_message_is_sent_as_several_batches
     assert shipped.episodes == 10 * [(7.0, 7)]
 
 
-def test_a_chunk_with_too_large_infos_is_dropped_and_logged_and_others_arrive(
+def test_a_chunk_with_too_large_infos_arrives_without_their_largest_values(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.ERROR)
-    shipped = Shipped(tmp_path / "a.rec", [0, 3, 0.5, 0])
+    shipped = Shipped(tmp_path / "a.rec", [0, 3, 0.5, 9])
     with shipped.runner:
         (*batches,) = shipped.cut()
         shipped.check_books()
+        (group,) = shipped.runner.totals.failure_groups.all()
     shipped.recorder.close()
-    arrived = [chunk.env_index for batch in batches if batch is not None for chunk in batch]
-    assert arrived == [0, 2, 3]
-    assert batches.count(None) == 1
-    assert shipped.session.window()[batches.index(None)].steps == STEPS
-    (word,) = caplog.messages
-    assert "env 1, in 4 steps in a row: a batch's infos have 12" in word
-    assert "8388608 are allowed" in word
-    assert "set infos = 'none': 4 steps dropped" in word
+    chunks = [chunk for batch in batches if batch is not None for chunk in batch]
+    assert [chunk.env_index for chunk in chunks] == [0, 1, 2, 3]
+    told = [[len(info.get("said", "")) for info in chunk.infos] for chunk in chunks]
+    assert told[0] == []
+    assert sorted(told[1]) == [0, 0, 0, 3 * MIB, 3 * MIB], "two of four fit"
+    assert told[2] == [0, *[MIB // 2] * STEPS]
+    assert [info.get("t") for info in chunks[3].infos] == [None, 1, 2, 3, 4], "small values stay"
+    assert told[3] == [0] * (STEPS + 1)
+    assert (group.kind, group.where, group.count) == (INFO_LEFT_OUT, "info['said']", 2 + STEPS)
+    assert group.message.startswith("infos go without info['said'] (9,437,195 bytes of JSON, in a chunk that is too")
+    assert "infos go without info['said'] (3,145,739 bytes of JSON" in caplog.text
 
 
-def test_the_episodes_that_ended_are_told_by_the_next_batch_that_arrives(tmp_path: Path) -> None:
-    shipped = Shipped(tmp_path / "a.rec", [3, 0, 0])
+def test_infos_go_before_steps_where_the_broker_takes_less_and_larger_batches_go_in_parts(tmp_path: Path) -> None:
+    shipped = Shipped(tmp_path / "a.rec", [0, 0.125, 0, 0.125], max_batch_bytes=1 << 16)
     with shipped.runner:
-        batches = [batch for _ in range(2) for batch in shipped.cut()]
+        batches = [batch for _ in range(4) for batch in shipped.cut()]
         shipped.check_books()
     shipped.recorder.close()
-    assert batches.count(None) == 2, "each cut's first chunk is dropped"
-    assert shipped.episodes == 3 * [(7.0, 7)]
+    assert all(batch is not None and not batch.infos.get(1) for batch in batches)
+    assert sum(batch.steps for batch in batches if batch is not None) == 4 * 4 * STEPS
+
+
+def test_a_chunk_that_is_too_large_without_infos_is_dropped_and_the_next_batch_tells_its_episodes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    shipped = Shipped(tmp_path / "a.rec", [0, 0], max_batch_bytes=1)
+    with shipped.runner:
+        batches = [batch for _ in range(2) for batch in shipped.cut()]
+        shipped.limit(1 << 20)
+        batches += shipped.cut()
+        shipped.check_books()
+    shipped.recorder.close()
+    assert batches[:-1] == [None] * 6
+    assert shipped.episodes == 2 * [(7.0, 7)]
+    assert "exceeds broker.max_batch_bytes = 1; lower sampling.rollout_fragment_length" in caplog.text
 
 
 class LongNames(MultiAgentEnv):

@@ -17,6 +17,7 @@ import pytest
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.link import connection
+from headrace.learner_stub.streaming import broker_stream
 from headrace.learner_stub.streaming.rank_sessions import MOST_AHEAD
 from headrace.schemas.credentials.keys import read_broker_keys, read_client_keys
 from headrace.schemas.errors import ConfigError, RefusedError, UnreachableError
@@ -123,6 +124,21 @@ def test_ranks_share_all_batches_in_equal_numbers(
     for other in others:
         assert other.last("ended") == "rank 0 has closed its stream"
         assert other.wait() == 0
+
+
+def test_the_other_ranks_learn_from_rank_0_how_the_fleet_ended(
+    broker: BrokerThread, stack: ExitStack, start_rank: StartRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker_stream, "_QUIET_S", 0.0)
+    other = start_rank(broker, "1", rank=1, world_size=2)
+    zero = open_zero(stack, broker, run_dir=tmp_path)
+    broker.stop()
+    (tmp_path / "fleet.json").write_bytes(orjson.dumps({"state": "stopped", "at_goal": True}))
+    wait_until(lambda: (zero.pump(0.05), zero.ended)[1], "the end")
+    zero.close()
+    end = f"the fleet in {tmp_path} reached its goal; go on with `headrace up --resume {tmp_path}`"
+    assert (zero.ended, other.last("ended")) == (end, end)
+    assert other.wait() == 0
 
 
 @pytest.mark.parametrize("ranks", ["shared", "fixed"])

@@ -76,7 +76,7 @@ def test_unfit_weights_raise_at_once_and_workers_keep_the_old_weights(
     unfit = {**fit, "head.bias": np.zeros(7, np.float32), "extra": np.zeros(1)}
     name = next(name for name in fit if name.endswith("weight"))
     del unfit[name]
-    with pytest.raises(WeightsMismatchError, match="worker and learner must build the same module") as caught:
+    with pytest.raises(WeightsMismatchError, match="give worker and learner the same module") as caught:
         publisher.publish(unfit)
     assert (caught.value.missing, caught.value.unknown) == ([name], ["extra"])
     assert caught.value.shapes == {"head.bias": ((7,), fit["head.bias"].shape)}

@@ -7,6 +7,7 @@ import random
 import signal
 import socketserver
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from headrace.broker.files.report_file import RedisAway, ReportFile, file_path
 from headrace.broker.redis.rows import ReceivedRow
 from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.broker.reports.reporter import RedisReporter
+from headrace.deploy.monitoring.facts import FactsReader
+from headrace.deploy.monitoring.findings import find
 from headrace.deploy.report.audit import audit
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts.consumer_groups import GroupBooks
@@ -485,6 +488,46 @@ def test_while_redis_is_away_a_file_tells_what_redis_would_hold(
     own = {"away": told.away, "reported_unix_s": told.reported_unix_s, "started_unix_s": told.started_unix_s}
     gauges = {name: value for name, value in after.gauges.items() if name != "redis_failures"}
     assert replace(after, gauges=gauges, **own) == told
+
+
+def test_the_file_is_there_too_while_the_supervisor_alone_cannot_reach_redis(
+    url: str, fleet_id: str, make_row: MakeRow, tmp_path: Path
+) -> None:
+    file, of_supervisor = file_path(tmp_path), tmp_path / "fleet.json"
+    reporter = RedisReporter(url, fleet_id, report_file=ReportFile(tmp_path, fleet_id, 15.0))
+    of_supervisor.write_text('{"redis_away_unix_s": 50.0}')
+    reporter.offer(Report(rows=[make_row()]))
+    wait_until(file.exists)
+    with FleetView("redis://127.0.0.1:1/0", fleet_id, tmp_path) as cut_off, FleetView(url, fleet_id, tmp_path) as view:
+        told = cut_off.read()
+        assert (told.rows, told.away and told.away.since_unix_s) == ({(0, 1): make_row()}, 50.0)
+        assert view.read().away is None
+    of_supervisor.write_text('{"redis_away_unix_s": null}')
+    reporter.offer(Report(rows=[make_row()]))
+    wait_until(lambda: not file.exists())
+    assert reporter.close(30.0)
+
+
+@pytest.mark.parametrize(("refuse", "why"), [(read_only, "it is a read-only replica"), (out_of_memory, "maxmemory")])
+def test_a_redis_that_refuses_writes_is_told_by_its_address_alone(
+    refuse: Callable[[Any, Any], Callable[[], object]],
+    why: str,
+    fleet_id: str,
+    make_server: MakeServer,
+    make_row: MakeRow,
+) -> None:
+    server = make_server().start()
+    report_once(server.url, fleet_id, Report(rows=[make_row()], gauges={"env_steps_per_s": 1.0}))
+    with server.client() as client, FactsReader(redis_url=server.url, fleet_id=fleet_id) as reader:
+        assert reader.read().redis_refusal == ""
+        allow = refuse(server, client)
+        facts = replace(reader.read(), unix_s=time.time() + 30.0)
+        assert why in facts.redis_refusal
+        found = find(replace(facts, snapshot=replace(facts.snapshot, gauges={})))
+        assert [one.kind for one in found] == ["redis_away"]
+        assert "the broker may be well" in found[0].sentence
+        allow()
+        assert reader.read().redis_refusal == ""
 
 
 def test_a_file_that_an_earlier_broker_left_counts_only_while_it_is_newer_than_redis(

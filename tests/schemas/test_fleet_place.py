@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,13 @@ def test_a_learner_does_not_wait_for_a_fleet_that_has_reached_its_goal_and_a_wor
     place.observe(True, 0.0)
     place.observe(False, 1.0)
     assert place.ended is None, "it drains still, so it may need its broker again"
-    write(tmp_path, "fleet.json", {"state": "stopped", "at_goal": at_goal})
+    ended = datetime(2026, 11, 21, 14, 3, 22).timestamp()
+    write(tmp_path, "fleet.json", {"state": "stopped", "at_goal": at_goal, "ended": ended, "env_steps": 60_032})
     place.observe(False, 2.0)
     assert (place.ended is not None) is ends
-    assert not ends or "its run has reached its goal" in str(place.ended)
+    how = "reached its goal" if at_goal else "was stopped"
+    said = f"the fleet in {tmp_path} {how} at 2026-11-21 14:03:22 after 60,032 env steps"
+    assert str(place.stopped()) == f"{said}; go on with `headrace up --resume {tmp_path}`"
 
 
 def test_a_peer_logs_a_stopped_fleet_and_waits_a_shorter_time_for_it(
@@ -70,10 +74,9 @@ def test_a_peer_logs_a_stopped_fleet_and_waits_a_shorter_time_for_it(
         assert place.observe(False, float(second)) is None
     assert place.ended is not None
     assert place.ended.exit_code == ExitCode.RUN_DIR
-    start = f"start it with `headrace up --resume {tmp_path}`"
-    assert str(place.ended).endswith(f"its run has stopped; {start}")
-    said = f"the run in {tmp_path} has stopped: {start}; waiting for it"
-    assert caplog.messages == [f"{said} ({waited} s of at most 20 s)" for waited in (5, 15)]
+    said = f"the fleet in {tmp_path} was stopped; go on with `headrace up --resume {tmp_path}`"
+    assert str(place.ended) == said, "an older version noted neither when nor after how many steps"
+    assert caplog.messages == [f"{said}; waiting for it ({waited} s of at most 20 s)" for waited in (5, 15)]
 
 
 def test_a_peer_follows_a_moved_port_and_ignores_malformed_addresses(tmp_path: Path) -> None:

@@ -298,5 +298,8 @@ def test_a_learner_finds_its_fleet_by_path_or_environment(tmp_path: Path, monkey
     with pytest.raises(ConfigError, match=f"or set {RENDEZVOUS_VARIABLE}"):
         EpisodeStream.of()
     published(state="stopped").write(tmp_path / "meet.json")
-    with pytest.raises(UnreachableError, match=r"fleet demo of .* has stopped"):
-        EpisodeStream.of(tmp_path / "meet.json", connect_timeout_s=0.3)
+    again = r"; go on with `headrace up --resume RUN` on its machine"
+    for at_goal, how in ((False, "has stopped"), (True, "reached its goal")):
+        published(state="stopped", at_goal=at_goal).write(tmp_path / "meet.json")
+        with pytest.raises(UnreachableError, match=rf"^fleet demo of \S+ {how}{again}$"):
+            EpisodeStream.of(tmp_path / "meet.json", connect_timeout_s=0.3)

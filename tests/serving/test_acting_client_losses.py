@@ -16,6 +16,7 @@ from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodeError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import ClipActions, FrameStack, UnsquashActions
+from headrace.workers.serving.acting.shipments import Shipments
 from headrace.workers.serving.client import PolicyClient
 from support.refusals import refused
 from support.serving.acting_clients import ServingRunner, Shipper, acting, external, serving_runner
@@ -107,20 +108,25 @@ def test_chunks_too_large_together_for_one_message_arrive_whole() -> None:
         assert there.chunks[0].infos[1] == {"words": "x" * 500}
 
 
-def test_infos_larger_than_any_message_abort_their_episode_only() -> None:
-    quick = {"external_fragment_max_age_s": 0.1}
-    with serving_runner(max_message_bytes=1 << 25, **quick) as there:
-        with acting(there.endpoint, **quick) as client:
-            with pytest.raises(EpisodeAbortedError, match="or set infos = 'none'"):
-                walk(client, 1000, info={"words": "x" * (DEFAULT_LIMITS.infos_bytes // 8)})
-            lost = client._acting._shipments.lost_steps
-            walk(client, 5)
+@pytest.mark.parametrize("most", [1 << 25, 1 << 14])
+def test_infos_larger_than_a_message_go_without_their_largest_values(
+    most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = min(most, DEFAULT_LIMITS.infos_bytes) // 4
+    with serving_runner(max_message_bytes=most) as there:
+        with acting(there.endpoint, rollout_fragment_length=100) as client:
+            walk(client, 8, info={"words": "x" * size, "t": 1})
         assert client.failure is None
-        assert there.runner.totals.discarded == {"unshipped": lost}
-        assert there.chunks
+        assert there.runner.totals.discarded == {}
+        (chunk,) = there.chunks
+    assert (len(chunk), [info.get("t") for info in chunk.infos]) == (8, [None, *[1] * 8])
+    assert 1 <= sum("words" in info for info in chunk.infos) <= 4
+    assert "infos go without info['words']" in caplog.text
 
 
-def test_a_chunk_too_large_for_a_message_is_reported_as_lost_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_chunk_too_large_for_a_message_is_reported_as_lost_steps(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quick = {"external_fragment_max_age_s": 0.1}
     with serving_runner(max_message_bytes=1 << 14, **quick) as there:
         with acting(there.endpoint, **quick) as client:
@@ -128,9 +134,10 @@ def test_a_chunk_too_large_for_a_message_is_reported_as_lost_steps(caplog: pytes
             wait_until(lambda: sum(map(len, there.chunks)) == 5, what="what fits")
             episode = client.start_episode()
             client.get_action(episode, SEEN)
-            client.log_returns(episode, 1.0, {"words": "x" * 20_000})
+            monkeypatch.setattr(Shipments, "room", 0)
             with pytest.raises(EpisodeAbortedError, match="max_message_bytes = 16384: raise that, or lower"):
                 wait_until(lambda: client.get_action(episode, SEEN) is None, what="the end of the episode")
+            monkeypatch.undo()
             lost = client._acting._runner.totals.stepped - 5
             walk(client, 5)
         assert client.failure is None

@@ -226,8 +226,11 @@ def test_a_reward_that_is_no_finite_number_is_refused(shared: Served) -> None:
     way = ByHttp(shared, "t", "nan")
     way.open()
     way.start("nan")
-    with refused("bad_request", match="not JSON"):
+    with refused("bad_request", match="reward"):
         way.say("PUT", "/v1/sessions/nan/episodes/nan/steps/0", b'{"observation": [1, 2], "reward": NaN}')
+    for number in (b"NaN", b"Infinity"):
+        with pytest.raises(EnvContractError, match="obs should be"):
+            way.say("PUT", "/v1/sessions/nan/episodes/nan/steps/0", b'{"observation": [1, %b]}' % number)
     with PolicyClient(shared.endpoint) as client:
         episode = client.start_episode()
         with refused("no_action"):

@@ -169,9 +169,14 @@ def test_the_info_of_a_step_has_the_size_limit_that_it_has_over_zeromq() -> None
         for path in (STEP[:14], STEP[:25]):
             client.say(put(path, b"{}", "Headrace-Client: own"))
             assert client.hear().status == 200
-        for size, status in ((1 << 21, 413), (1 << 19, 200)):
-            info = b'{"observation": [1, 2], "info": {"log": "%b"}}' % (b"x" * size)
-            client.say(put(STEP, info, "Headrace-Client: own"))
+        for size, field, status in ((1 << 21, b"end", 413), (1 << 21, b"info", 200), (1 << 19, b"info", 200)):
+            text = b"x" * size
+            body = (
+                b'{"observation": [1, 2], "info": {"log": "%b"}}'
+                if field == b"info"
+                else b'{"observation": [1, 2], "end": "%b"}'
+            )
+            client.say(put(STEP, body % text, "Headrace-Client: own"))
             assert client.hear().status == status
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.deploy.clients.http_client import PolicyServer
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.schemas.errors.episodes import EpisodeError, EpisodesClosedError
-from headrace.workers.envs import checks
 from headrace.workers.serving.client import PolicyClient
 from support.refusals import refused
 from support.serving.acting_clients import ServingRunner, acting, serving_runner
@@ -44,7 +44,6 @@ def there() -> Iterator[ServingRunner]:
 
 @pytest.mark.parametrize("make", [PolicyClient, acting])
 def test_an_info_that_is_no_dict_is_refused_and_any_other_is_taken(make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    checks._left_out.clear()
     with serving_runner() as there, make(there.endpoint) as client:
         episode = client.start_episode()
         client.get_action(episode, SEEN)
@@ -61,6 +60,51 @@ def test_an_info_that_is_no_dict_is_refused_and_any_other_is_taken(make: Any, ca
     carried = {"set": [1], "large": str(1 << 70), "text": "\\udc80", "(1, 2)": 3, "infs": [-math.inf], "nul": "\0nan"}
     assert told == {"speed": 0.5, "at": [0, 1], "7": "é", **carried, "loop": {}, "one": {"1": "one"}}
     assert "infos go without info['object']" in caplog.text
+
+
+def test_an_info_over_http_is_what_other_clients_tell(caplog: pytest.LogCaptureFixture) -> None:
+    odd = {"nan": math.nan, "inf": [-math.inf, None], "lone": "\ud800", "nul": "\0nan", "deep": {"at": [[0.5]]}}
+    large = {"text": "x" * (1 << 20)}
+    with serving_runner(max_message_bytes=1 << 22, http_port=0) as there:
+        client = PolicyServer(there.runner.env.url)
+        client.ask("PUT", client.session)
+        client.ask("PUT", episode := f"{client.session}/episodes/a")
+        for step, info in enumerate((None, odd, large, {"n": 1})):
+            told = {} if info is None else {"info": info, "reward": 1.0}
+            client.ask("PUT", f"{episode}/steps/{step}", {"observation": SEEN, **told})
+        client.ask("PUT", f"{episode}/steps/4", {"observation": SEEN, "end": "terminated"})
+        client.close()
+        with PolicyClient(there.endpoint) as other:
+            id = other.start_episode()
+            other.get_action(id, SEEN)
+            for info in (odd, large, {"n": 1}):
+                other.log_returns(id, 1.0, info)
+                other.get_action(id, SEEN)
+            other.end_episode(id, SEEN)
+    by_http, by_zmq = there.chunks
+    assert repr(by_http.infos) == repr(by_zmq.infos)
+    assert repr(by_http.infos) == repr([{}, {**odd, "lone": "\\ud800"}, {}, {"n": 1}, {}])
+    assert caplog.text.count("infos go without info (1,048,") == 1, "counted together"
+    assert [group.count for group in there.runner.totals.failure_groups.all()] == [2]
+
+
+@pytest.mark.parametrize("make", [PolicyClient, acting])
+@pytest.mark.parametrize("policies", [{}, {"short": None, "long": None}], ids=["one agent", "two agents"])
+def test_infos_none_reads_no_info_of_a_client(make: Any, policies: Any) -> None:
+    told: dict[str, Any] = {"scene": object(), "large": "x" * 100}
+    settings = {"infos": "none", **({"policies": policies} if policies else {})}
+    changes = settings if make is acting else {}
+    by_agent = {"short": SEEN, "long": SEEN}
+    with serving_runner(**settings) as there, make(there.endpoint, **changes) as client:
+        episode = client.start_episode()
+        client.get_action(episode, by_agent if policies else SEEN)
+        reward, info = (dict.fromkeys(by_agent, 1.0), dict.fromkeys(by_agent, told)) if policies else (1.0, told)
+        client.log_returns(episode, reward, info)
+        client.end_episode(episode, by_agent if policies else SEEN)
+    assert there.chunks
+    assert not any(chunk.infos for chunk in there.chunks)
+    runners = [there.runner, *([client._acting._runner] if make is acting else [])]
+    assert not any(runner.totals.failure_groups.all() for runner in runners)
 
 
 def test_an_info_that_is_too_large_is_left_out(there: ServingRunner, caplog: pytest.LogCaptureFixture) -> None:
@@ -126,8 +170,9 @@ def test_a_bad_info_of_an_agent_is_refused_with_the_agents_name(make: Any) -> No
     with serving_runner(policies=policies) as there, make(there.endpoint, **changes) as client:
         episode = client.start_episode()
         client.get_action(episode, seen)
-        with pytest.raises(EnvContractError, match="info of agent 'long' should be a dict"):
+        with pytest.raises(EnvContractError, match=r"info.* should be a dict") as refusal:
             client.log_returns(episode, {"short": 1.0}, {"short": {}, "long": 5})
+        assert "of agent 'long'" in str(refusal.value)
         client.log_returns(episode, {"short": 1.0}, {"long": {"a": np.arange(2), "b": math.inf}})
         client.get_action(episode, seen)
         client.end_episode(episode, seen)
@@ -149,4 +194,4 @@ def test_clients_check_bounds_if_the_config_says_so(acts: bool, strict: bool) ->
                 client.get_action(episode, [9.0, 0.0, 0.0, 0.0])
             client.get_action(episode, SEEN)
             client.end_episode(episode, SEEN)
-        assert acts or there.runner.totals.observations_outside == (not strict)
+    assert there.runner.totals.observations_outside == (not strict)

@@ -12,23 +12,26 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
+from functools import partial
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.errors import EnvContractError, EnvError, EnvRestartBudgetError
+from headrace.schemas.errors import EnvContractError, EnvError, EnvHangError, EnvRestartBudgetError
 from headrace.workers import EnvContext, EnvRunnerConfig, StepFailedRecreateEnv
 from headrace.workers.connectors import PreviousActionReward
 from headrace.workers.envs import restarts
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane, close_envs
 from headrace.workers.envs.lane_table import LaneTable
+from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.recovery import LaneRecovery
 from headrace.workers.envs.restarts import RestartBudget
-from headrace.workers.envs.spaces import spaces_of
+from headrace.workers.envs.spaces import convert, spaces_of
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.modules import actor_critic
 from headrace.workers.policy.batch_columns import PolicyColumns
@@ -226,6 +229,19 @@ def test_restart_waits_double_up_to_a_maximum_and_a_delivery_resets_them(monkeyp
     assert budget.spend(error, 0.0) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (RuntimeError("odd"), "or raise env_restart_attempts"),
+        (EnvHangError(0, "step", 1.0, "env_step_timeout_s", ""), "or raise env_step_timeout_s"),
+        (EnvContractError("observation", "NaN", "free of NaN"), "in the env or in a wrapper"),
+    ],
+)
+def test_the_error_of_an_env_that_is_given_up_ends_with_what_helps(error: Exception, advice: str) -> None:
+    with pytest.raises(EnvRestartBudgetError, match=f"; .* {advice}$"):
+        RestartBudget(0, 2**31 - 1, 0).spend(error, 0.0)
+
+
 @pytest.mark.parametrize("is_bad", [True, False])
 def test_an_env_whose_attempts_are_used_up_leaves_a_bad_host_and_else_ends_the_worker(is_bad: bool) -> None:
     table = LaneTable(runner(env_restart_attempts=2).config, 0, SeedTree(0, 0, 0, 1), RunnerTotals())
@@ -304,7 +320,7 @@ def test_env_may_ask_to_be_rebuilt_without_an_error_in_the_log(caplog: pytest.Lo
 
 def test_a_failure_is_logged_with_env_step_episode_error_and_attempt(caplog: pytest.LogCaptureFixture) -> None:
     with runner(Faulty, env_config=with_fault(diverge, faulty={0}, every=6)) as sampler:
-        (chunk,) = sampler.sample(num_timesteps=3)
+        (chunk,) = sampler.sample(num_timesteps=3, random_actions=True)
         sampler.sample(num_timesteps=4)
     (record,) = caplog.records
     message = f"env 0 failed at step 6 of episode {chunk.episode_id} (RuntimeError: diverged); 2 steps discarded"
@@ -364,6 +380,20 @@ def test_a_reset_with_a_bad_observation_is_an_env_failure() -> None:
         assert sum(len(c) for c in sampler.sample(num_timesteps=6)) == 6
         assert sampler.totals.env_failures >= 2
         check_books(sampler)
+
+
+def test_a_finite_number_is_delivered_however_far_outside_its_box(caplog: pytest.LogCaptureFixture) -> None:
+    low, high, totals = np.array([1e308, -np.inf]), np.array([1.1e308, np.inf]), RunnerTotals()
+    space = convert(gym.spaces.Box(low, high, dtype=np.float64), "observation")
+    seen = Observations(space, 2, note_outside=partial(totals.note_outside, "Far"))
+    far = [np.array([-1.7e308, np.inf]), np.array([-1.7e308, 5e-324])]
+    for _ in range(2):
+        assert seen.put(None, far) == []
+    assert seen.columns["obs"].tolist() == [row.tolist() for row in far]
+    assert totals.observations_outside == 4
+    assert caplog.text.count("its Box ends at") == 1, "named once"
+    ((at, _),) = seen.put(None, [far[0], np.array([-np.inf, 0.0])])
+    assert at == 1, "an infinity beyond a finite bound is refused"
 
 
 def test_an_observation_outside_its_box_is_delivered_unless_bounds_are_strict(caplog: pytest.LogCaptureFixture) -> None:

@@ -185,7 +185,7 @@ def test_the_table_forgets_old_episode_ids_and_stays_bounded() -> None:
     """The reference implementation remembers all ids."""
     like = Idle({})
     spaces = Spaces(observation=convert(like.observation_space, ""), action=convert(like.action_space, ""))
-    episodes = ExternalEpisodes(spaces, 3)
+    episodes = ExternalEpisodes(spaces, 3, dict)
     for number in range(REMEMBERED + 50):
         episodes.start(str(number))
         episodes.ask(str(number), see(0), lambda _: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,26 @@ def test_an_info_of_more_than_8192_names_is_left_out_but_its_mask(envs: HostedEn
     ((_, info),) = told["began"]
     assert told["failures"] == []
     assert info.keys() == ({MARK, "action_mask"} if fails else {"deep", "action_mask"})
+
+
+@pytest.mark.parametrize("without_infos", [False, True])
+def test_a_host_tells_masks_alone_to_a_worker_that_wants_no_infos(
+    without_infos: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    config = EnvRunnerConfig(env="test_told_infos:make_masked", num_envs=1, env_placement="process")
+    numbers = {"worker_index": 0, "num_workers": 1, "num_envs": 1}
+    welcome = EnvHostWelcome(**numbers, lease_s=10.0, heartbeat_interval_s=1.0, without_infos=without_infos)
+    assert welcome.to_wire().get("without_infos", False) is without_infos
+    hosted = HostedEnvs(config, "life", welcome, learn_spaces(config))
+    try:
+        hosted.obey(orders((0, 1, Command.BUILD, NO_SEED)), {})
+        answer(hosted)
+        hosted.obey(orders((0, 2, Command.RESET, 7)), {})
+        ((_, info),) = answer(hosted).header["began"]
+    finally:
+        hosted.stop()
+    assert info.keys() == ({"action_mask"} if without_infos else {"action_mask", MARK})
 
 
 def test_an_env_rebuilt_after_a_hung_close_keeps_the_workers_env_index(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,7 +305,7 @@ def test_new_weights_take_effect_in_place_all_or_nothing() -> None:
         weights = {k: np.zeros_like(v) for k, v in read_weights(sampler.module).items()}  # type: ignore[arg-type]
         before = sampler.get_state()["rl_module"]
         for bad in ({}, {**weights, "strange": np.zeros(1)}, {**weights, "head.weight": np.zeros((9, 9))}):
-            with pytest.raises(ModuleError, match="must build the same module"):
+            with pytest.raises(ModuleError, match="learner the same module"):
                 sampler.set_weights(bad, seq=1)
         assert all(np.array_equal(v, before[k]) for k, v in sampler.get_state()["rl_module"].items())
         for array in weights.values():

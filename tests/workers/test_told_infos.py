@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import sys
+import threading
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,16 +21,18 @@ import orjson
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
+from pettingzoo import AECEnv
 
+from headrace.schemas.accounts.env_errors import INFO_LEFT_OUT, MOST_GROUPS
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.info_json import MARK, info_json, read_info
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.agents.env import MultiAgentEnv
-from headrace.workers.envs import checks
 from headrace.workers.envs.checks import INFO_DEPTH, heard_info, own_info, told_info
 from headrace.workers.envs.native.infos import final_infos, infos_by_lane, without_rows
 from headrace.workers.envs.vector_env import VectorEnv
+from headrace.workers.metrics.totals import RunnerTotals
 
 BOX, TWO = gym.spaces.Box(-np.inf, np.inf, (1,)), gym.spaces.Discrete(2)
 
@@ -138,8 +142,8 @@ def test_infos_from_a_process_are_those_of_the_same_env_inline(monkeypatch: pyte
     for placement in ("inline", "process"):
         config = EnvRunnerConfig(env="test_told_infos:make_moves", seed=0, env_placement=placement)
         with SingleAgentEnvRunner(config) as runner:
-            told.append([info_json(chunk.infos) for chunk in runner.sample(num_timesteps=7)])
-    assert told[0] == told[1]
+            told.append([repr(chunk.infos) for chunk in runner.sample(num_timesteps=7)])
+    assert told[0] == told[1], "of the same types"
 
 
 def test_infos_of_a_native_vector_without_masks_arrive_and_what_has_no_row_is_said_once(
@@ -148,7 +152,7 @@ def test_infos_of_a_native_vector_without_masks_arrive_and_what_has_no_row_is_sa
     with SingleAgentEnvRunner(EnvRunnerConfig(env=lambda c: Native(c.num_envs), num_envs=2, seed=0)) as runner:
         for chunk in runner.sample(num_timesteps=8):
             assert [info["n"] for info in chunk.infos] == chunk.obs[:, 0].tolist()
-            assert [info["at"].tolist() for info in chunk.infos] == [[n, n] for n in chunk.obs[:, 0].tolist()]
+            assert [info["at"] for info in chunk.infos] == [[n, n] for n in chunk.obs[:, 0].tolist()]
             assert [info["of"]["a"][0] for info in chunk.infos] == chunk.obs[:, 0].tolist()
             assert all("version" not in info for info in chunk.infos)
     assert caplog.text.count("'version'") == 1
@@ -309,7 +313,7 @@ def test_infos_of_a_pool_that_answers_for_some_envs_are_those_of_their_env_and_s
     assert {chunk.env_index for chunk in chunks} == {0, 1, 2, 3}
     for chunk in chunks:
         own, steps = chunk.env_index, chunk.obs[:, 0].astype(int).tolist()
-        assert [info["at"].tolist() for info in chunk.infos] == [[own, step] for step in steps]
+        assert [info["at"] for info in chunk.infos] == [[own, step] for step in steps]
         assert {(info["env_id"], info["players"]["env_id"]) for info in chunk.infos} == {(own, own)}
     assert "'all' of the vector" in caplog.text
     with SingleAgentEnvRunner(_pool(infos="none")) as runner:
@@ -455,6 +459,14 @@ def copies_itself() -> dict[str, Any]:
     return cycle
 
 
+def json_of(info: dict[str, Any]) -> Any:
+    return orjson.loads(info_json(info))
+
+
+def refuse(left_out: Any) -> None:
+    raise AssertionError(left_out)
+
+
 Pair2 = namedtuple("Pair2", "a b")
 ODD: list[tuple[Any, Any]] = [
     (math.nan, math.nan), (np.float32(np.inf), math.inf), (np.array([0.0, np.nan]), [0.0, math.nan]),
@@ -488,14 +500,13 @@ def _plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("value", "due"), ODD, ids=lambda value: type(value).__name__)
-def test_odd_values_of_an_info_are_carried(value: Any, due: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_odd_values_of_an_info_are_carried(value: Any, due: Any) -> None:
     info = {"n": 1, "deep": {"odd": [value]}}
     due = {"n": 1, "deep": {"odd": [due]}}
-    copy, written = told_info(info)
-    assert plain(copy) == plain(due)
-    for read in (heard_info(orjson.loads(written)), read_info(orjson.loads(info_json(copy)))):
+    own, left_out = own_info(refuse, info), list[str]()
+    for read in (own, heard_info(left_out.extend, orjson.loads(told_info(info))), read_info(json_of(own))):
         assert plain(read) == plain(due)
-    assert not caplog.text
+    assert not left_out
 
 
 @pytest.mark.parametrize(
@@ -504,36 +515,52 @@ def test_odd_values_of_an_info_are_carried(value: Any, due: Any, caplog: pytest.
         (object(), {}), (1j, {}), (np.zeros(2, complex), {}), (lambda: 1, {}), (Sealed(), {}),
         (nested(INFO_DEPTH), None), (nested(300), None),
         (copies_itself(), {"value": {"n": 1, "a": [None, None]}}), ([1, object(), 3], {"value": [1, None, 3]}),
-        ({1: "a", "1": "b"}, {"value": {1: "a"}}), ({None: 1, "null": 2}, {"value": {None: 1}}),
+        ({1: "a", "1": "b"}, {"value": {"1": "a"}}), ({None: 1, "null": 2}, {"value": {"null": 1}}),
         (Pose(at=object()), {"value": {"speed": 1.0}}), (np.array([1, object()], object), {"value": [1, None]}),
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_what_json_cannot_hold_is_left_out_alone(value: Any, due: Any, caplog: pytest.LogCaptureFixture) -> None:
-    checks._left_out.clear()
-    copy, written = told_info({"n": math.nan, "value": value})
-    assert due is None or plain(copy) == plain({"n": math.nan, **due})
-    told = heard_info(orjson.loads(written))
-    assert orjson.loads(info_json(told)) == orjson.loads(info_json(copy))
-    assert ("infos go without info['value']" in caplog.text) == bool(orjson.loads(written)[MARK])
+def test_what_json_cannot_hold_is_left_out_alone(value: Any, due: Any) -> None:
+    info = {"n": math.nan, "value": value}
+    own_left_out, left_out = list[str](), list[str]()
+    own = own_info(own_left_out.extend, info)
+    assert due is None or plain(own) == plain({"n": math.nan, **due})
+    assert plain(heard_info(left_out.extend, orjson.loads(told_info(info)))) == plain(own)
+    assert left_out == own_left_out
+    assert all(name.startswith("info['value']") for name in left_out)
+    assert left_out
 
 
 def test_what_is_left_out_is_named_with_its_place_and_a_count(caplog: pytest.LogCaptureFixture) -> None:
-    checks._left_out.clear()
+    totals = RunnerTotals()
     for _ in range(25):
-        assert own_info({"n": 1, "deep": {"scene": object()}}) == {"n": 1, "deep": {}}
+        assert own_info(totals.note_left_out, {"n": 1, "deep": {"scene": object()}}) == {"n": 1, "deep": {}}
     lines = [record.getMessage() for record in caplog.records]
     assert [line.partition(" (")[0] for line in lines] == ["infos go without info['deep']['scene']"] * 2
     assert [re.findall(r", (\d+) so far", line) for line in lines] == [["1"], ["10"]]
+    (group,) = totals.failure_groups.all()
+    assert (group.kind, group.where, group.count) == (INFO_LEFT_OUT, "info['deep']['scene']", 25)
+
+
+def test_many_places_leave_room_for_the_groups_of_failures() -> None:
+    totals = RunnerTotals()
+    totals.note_left_out([f"info['{n}'] (why)" for n in range(100)])
+    groups = totals.failure_groups.all()
+    assert sum(group.count for group in groups) == 100
+    assert len(groups) <= MOST_GROUPS // 2 + 1
+    assert {group.kind for group in groups} == {INFO_LEFT_OUT}
 
 
 def test_a_reserved_key_is_left_out() -> None:
-    assert own_info({MARK: [], "n": math.nan, "deep": {MARK: 1}}).keys() == {"n", "deep"}
+    assert own_info(refuse, {MARK: [], "n": math.nan, "deep": {MARK: 1}}).keys() == {"n", "deep"}
+    left_out: list[str] = []
+    assert own_info(left_out.extend, {MARK: 1, "n": 1}) == {"n": 1}
+    assert left_out
 
 
 def test_infos_without_such_numbers_are_the_same_bytes() -> None:
     info = {"a": None, "b": "\0nan", "c": "null", 1: np.arange(2.0), "d": [None, {"e": 1.5}]}
-    assert told_info(info)[1] == b'{"a":null,"b":"\\u0000nan","c":"null","1":[0.0,1.0],"d":[null,{"e":1.5}]}'
+    assert told_info(info) == b'{"a":null,"b":"\\u0000nan","c":"null","1":[0.0,1.0],"d":[null,{"e":1.5}]}'
 
 
 def test_an_info_that_is_no_dict_is_an_error() -> None:
@@ -552,14 +579,11 @@ def test_an_info_that_is_no_dict_is_an_error() -> None:
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_plain_values_are_sent_as_they_are(value: Any) -> None:
-    copy, written = told_info({"value": value})
-    assert info_json(copy) == written
-    kept = copy["value"]
-    assert type(kept) is type(value) or isinstance(kept, list | dict)
-    if isinstance(value, np.ndarray):
-        np.testing.assert_array_equal(np.asarray(kept, value.dtype), value)
-    else:
-        assert kept == value
+    info = {"value": value}
+    own, written = own_info(refuse, info), told_info(info)
+    assert (info_json(info), info_json(own)) == (written, written)
+    assert own is not info
+    assert repr(own) == repr(orjson.loads(written)), "of the same types"
 
 
 @pytest.mark.parametrize(
@@ -568,8 +592,8 @@ def test_plain_values_are_sent_as_they_are(value: Any) -> None:
     ids=repr,
 )
 def test_a_value_that_json_holds_in_other_words_is_the_same_from_processes(value: Any) -> None:
-    copy, written = told_info({"value": value, 1: 2})
-    assert {str(key): own for key, own in copy.items()} == orjson.loads(written)
+    info = {"value": value, 1: 2}
+    assert own_info(refuse, info) == orjson.loads(told_info(info))
 
 
 LEFT_OUT = [object(), 1j, nested(300), copies_itself(), Sealed(), {1: "a", "1": "b"}]
@@ -666,6 +690,81 @@ def test_no_info_costs_a_step(make: Any, placement: Any, steps: int, monkeypatch
                 assert plain(info["odd"]) == plain(due[info["kind"]])
 
 
+class Turns(AECEnv[Any, Any, Any]):
+    """Two agents in turns. The last info of each has what cannot be copied, and an array that the next turn changes."""
+
+    metadata = MappingProxyType({"name": "turns"})  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.possible_agents = ["a", "b"]
+        self._at = np.zeros(1)
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        self.agents, self.agent_selection, self._n = ["a", "b"], "a", 0
+
+    def observation_space(self, agent: str) -> Any:
+        return BOX
+
+    def action_space(self, agent: str) -> Any:
+        return TWO
+
+    def observe(self, agent: str) -> Any:
+        return np.zeros(1, np.float32)
+
+    def last(self, observe: bool = True) -> Any:
+        self._at[:] = self._n
+        info = {"lock": threading.Lock(), "at": self._at, "n": self._n}
+        return self.observe(""), 1.0, self._n >= 4, False, info
+
+    def step(self, action: Any) -> None:
+        self._n += 1
+        if self._n > 4:
+            self.agents = self.agents[1:]
+        self.agent_selection = "ab"[self._n % 2] if self._n <= 4 else (self.agents or ["a"])[0]
+
+
+def make_turns(context: Any) -> Any:
+    return Turns()
+
+
+@pytest.mark.parametrize("placement", ["inline", "process"])
+def test_an_info_that_cannot_be_copied_costs_no_turn(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    policies: Any = {"policies": {"p"}, "policy_mapping_fn": lambda agent, episode: "p"}
+    config = EnvRunnerConfig(env="test_told_infos:make_turns", seed=0, env_placement=placement, **policies)
+    with MultiAgentEnvRunner(config) as runner:
+        chunks = runner.sample(num_episodes=3)
+        assert (runner.totals.env_failures, runner.totals.discarded) == (0, {})
+        places = [group.where for group in runner.totals.failure_groups.all()]
+    assert places
+    assert all(place.endswith("['lock']") for place in places)
+    infos = [info for chunk in chunks for info in chunk.infos if info]
+    assert infos
+    assert all(info == {"at": [info["n"]], "n": info["n"]} for info in infos)
+
+
+@pytest.mark.parametrize("calls", [1, 2000])
+def test_no_count_is_lost_where_ports_note_in_threads_of_their_own(calls: int) -> None:
+    totals, switching = RunnerTotals(), sys.getswitchinterval()
+
+    def note() -> None:
+        for _ in range(calls):
+            totals.note_outside("env", 1, {"obs": (2.0, 1.0)})
+            totals.note_left_out(["info['a'] (why)"])
+
+    threads = [threading.Thread(target=note) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switching)
+    assert totals.observations_outside == 4 * calls
+    assert [group.count for group in totals.failure_groups.all()] == [4 * calls]
+
+
 class Masked(Moves):
     """Tells the only legal action, or one that is none, beside what nobody can carry."""
 
@@ -692,13 +791,14 @@ def test_a_mask_binds_or_is_an_error_and_other_infos_are_not_looked_at(
     placement: Any, infos: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    checks._left_out.clear()
     config = EnvRunnerConfig(
         env="test_told_infos:make_masked", seed=0, env_placement=placement, infos=infos, env_restart_attempts=1
     )
     with SingleAgentEnvRunner(config) as runner:
         (chunk, *_) = runner.sample(num_timesteps=50, random_actions=True)
         assert runner.totals.env_failures == 0
+        places = [group.where for group in runner.totals.failure_groups.all()]
+        assert places == (["info['scene']"] if infos == "all" else [])
         assert bool(chunk.infos) == (infos == "all")
     assert ("'scene'" in caplog.text) == (infos == "all")
     bad = config.model_copy(update={"env_config": {"bad": True}})

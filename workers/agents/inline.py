@@ -18,7 +18,6 @@ from headrace.workers.agents.lane_report import read_reset
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.vector import AgentSource, Gathered, LaneAnswer
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.checks import own_info
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator
 from headrace.workers.envs.driver import Pace
@@ -157,8 +156,8 @@ class InlineAgents(AgentSource):
                     values = None if episode.task is None else episode.task.values
                     answer = reset_with(lane.env, episode.reset_seed, values)
                 first, episode.reset_info = read_reset(answer, self._seating.agents)
-                if self._table.config.infos == "all":
-                    episode.reset_info = {agent: own_info(info) for agent, info in episode.reset_info.items()}
+                tell = self._table.tell
+                episode.reset_info = {agent: tell(info) for agent, info in episode.reset_info.items()}
             except BaseException as error:  # noqa: BLE001 - a user's env
                 raise_stop(error)
                 self._table.failed.append(Failure(index, error, unbegun=episode))

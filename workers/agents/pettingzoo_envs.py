@@ -5,10 +5,12 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
+import orjson
 from pettingzoo.utils.env import AECEnv, ParallelEnv
 
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.agents.env import ALL, AgentDict
+from headrace.workers.envs.checks import told_info
 
 
 def adapt(env: Any) -> Any:
@@ -79,7 +81,8 @@ class TakingTurns(_Adapted):
             observations[agent], rewards[agent], infos[agent] = observation, reward, info
             if not (terminated or truncated):
                 break
-            observations[agent], infos[agent] = deepcopy((observation, info))  # the next turn may change them
+            # The next turn may change them.
+            observations[agent], infos[agent] = deepcopy(observation), orjson.loads(told_info(info))
             terminateds[agent], truncateds[agent] = bool(terminated), bool(truncated)
             env.step(None)
         return observations, rewards, *_ends(not env.agents, terminateds, truncateds), infos

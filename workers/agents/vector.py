@@ -17,7 +17,7 @@ from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.agents.lane_report import LaneReport, check_idle, is_plain, read_step
 from headrace.workers.agents.seating import Seating
-from headrace.workers.envs.checks import check_rewards, own_info, take_apart
+from headrace.workers.envs.checks import check_rewards, take_apart
 from headrace.workers.envs.driver import LaneDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
@@ -134,7 +134,7 @@ class MultiAgentVector:
         return outcome
 
     def _gather(self, answers: Iterable[LaneAnswer], gathered: Gathered) -> None:
-        config = self._table.config
+        config, tell = self._table.config, self._table.tell
         seats, observations, rewards = gathered.seats, gathered.observations, gathered.rewards
         for lane, episode, answer in answers:
             episode.t += 1
@@ -146,8 +146,7 @@ class MultiAgentVector:
             try:
                 check_idle(episode)
                 report = read_step(episode, answer, self.seating.agents, config.missing_final_observation)
-                if config.infos == "all":
-                    report.infos = [(agent, own_info(info)) for agent, info in report.infos]
+                report.infos = [(agent, tell(info)) for agent, info in report.infos]
             except BaseException as error:  # noqa: BLE001 - the methods of a user's objects may raise
                 raise_stop(error)
                 gathered.failures.append(Failure(lane.index, take_apart(answer, error), stepped=True))

@@ -90,11 +90,12 @@ def farthest_outside(
         return None
     nearest = values if low is None else np.maximum(values, low.reshape(-1))
     nearest = nearest if high is None else np.minimum(nearest, high.reshape(-1))
-    with np.errstate(invalid="ignore"):
-        excess = np.where(values == nearest, 0.0, np.abs(values - nearest))
-    if not np.isfinite(excess).all():
+    outside = values != nearest
+    if not np.isfinite(values[outside]).all():
         return None
-    places = [(row, excess[row].argmax()) for row in np.flatnonzero(excess.any(1)).tolist()]
+    with np.errstate(invalid="ignore", over="ignore"):  # of infinities inside, and of numbers far apart
+        excess = np.where(outside, np.abs(values - nearest), 0.0)
+    places = [(row, excess[row].argmax()) for row in np.flatnonzero(outside.any(1)).tolist()]
     return {row: (float(values[row, at]), float(nearest[row, at])) for row, at in places}
 
 

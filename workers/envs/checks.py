@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -22,7 +22,7 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.info_json import MARK, info_json, is_odd, plain_json, read_info
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.manifest import DEFAULT_LIMITS
-from headrace.workers.envs.action_masks import MASK
+from headrace.workers.envs.action_masks import MASK, masks_of
 from headrace.workers.envs.bounds import LARGEST_REWARD, reward_due, unsound_rewards
 from headrace.workers.envs.error_text import message_of
 
@@ -31,16 +31,14 @@ log = logging.getLogger(__name__)
 _BOOLS = (bool, np.bool_)
 _FLOATS = (float, np.float64)
 _TEXT = {str}
-_ATOMS = {type(None), bool, int, float, str, *(np.dtype(kind).type for kind in "?bhilqBHILQefd")}
+_PLAIN = {type(None), bool, int, float, str}
+_ATOMS = {*_PLAIN, *(np.dtype(kind).type for kind in "?bhilqBHILQefd")}
 INFO_DEPTH = DEFAULT_LIMITS.header_depth - 4
 """Most levels of an info. In a message of an env host, infos of several agents lie four levels deep."""
 _CONTAINERS = (dict, list, tuple, Mapping, Set, deque, range)
-_KEYS = {type(None), bool, int}
-"""Kinds of keys, besides text, that a copy keeps."""
 _MOST_NAMES = 8
-_MOST_KINDS = 64
-_left_out = dict[str, int]()
-"""What was left out of infos in this process, and how many times."""
+NoteLeftOut = Callable[[Sequence[str]], None]
+"""Takes what was left out of an info; see `RunnerTotals.note_left_out`."""
 
 
 def check_rewards(
@@ -93,60 +91,66 @@ def check_info(info: Any) -> None:
         raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
 
 
-def told_info(info: Any) -> tuple[dict[str, Any], bytes]:
-    """Return a copy of an info, which the env cannot change any more, and the info as JSON.
+def told_info(info: Any) -> bytes:
+    """Return an info as JSON. What JSON cannot hold is left out, and the JSON names it, for `heard_info`.
 
-    What JSON cannot hold is left out of both. The JSON names it, for `heard_info`. Raises `EnvContractError` for an
-    info that is no dict.
+    Raises `EnvContractError` for an info that is no dict.
     """
-    copy, written, left_out = _read_info(info)
-    if written is None or left_out or (b"null" in written and is_odd(copy)):
-        written = info_json(copy, left_out)
-    return copy, written
+    written = _json_of_atoms(info)
+    if written is None:
+        copying = _Copying()
+        return info_json(copying.of_info(info), copying.left_out)
+    return info_json(info) if b"null" in written and is_odd(info) else written
 
 
-def own_info(info: Any) -> dict[str, Any]:
-    """Return the copy of `told_info`. The log names what is left out."""
-    copy, _, left_out = _read_info(info)
-    _warn_of(left_out)
-    return copy
+def own_info(note: NoteLeftOut, info: Any) -> dict[str, Any]:
+    """Return a copy of an info, which its env cannot change any more: what a process of that env would tell.
+
+    Raises `EnvContractError` for an info that is no dict.
+    """
+    written = _json_of_atoms(info)
+    if written is not None:  # the results of the steps below, in half the time
+        if _PLAIN.issuperset(map(type, info.values())):
+            return dict(info)
+        if not (b"null" in written and is_odd(info)):
+            return orjson.loads(written)  # type: ignore[no-any-return]
+    if dict.__contains__(info, MARK):
+        info = heard_info(note, info)  # a client has written it
+    return heard_info(note, orjson.loads(told_info(info)))
 
 
-def _read_info(info: Any) -> tuple[dict[str, Any], bytes | None, Sequence[str]]:
-    """Return a copy, the info as `plain_json` writes it if it can, and what is left out."""
+def own_masks(note: NoteLeftOut, info: Any) -> dict[str, Any]:
+    """Return a copy of the masks in an info, and look at nothing else. Raises as `own_info` does."""
+    check_info(info)
+    return own_info(note, masks_of(info))
+
+
+def _json_of_atoms(info: Any) -> bytes | None:
+    """Return an info of numbers and texts alone as JSON, null for NaN; None for any other.
+
+    Raises `EnvContractError` for an info that is no dict.
+    """
     if not isinstance(info, dict):
-        raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
-    written: bytes | None = None
+        check_info(info)
     try:
-        written = plain_json(info)
         if _ATOMS.issuperset(map(type, info.values())) and _TEXT.issuperset(map(type, info)) and MARK not in info:
-            return dict(info), written, ()
-    except BaseException as error:  # noqa: BLE001 - a user's class
+            return plain_json(info)
+    except BaseException as error:  # noqa: BLE001 - too large an integer, or a user's class of dict
         raise_stop(error)
-    copying = _Copying()
-    return copying.of_info(info), written, copying.left_out
+    return None
 
 
-def heard_info(info: dict[str, Any]) -> dict[str, Any]:
-    """Return an info of `told_info` that came as JSON. The log names what is left out."""
+def heard_info(note: NoteLeftOut, info: dict[str, Any]) -> dict[str, Any]:
+    """Return an info of `told_info` that came as JSON. `note` hears what was left out."""
     if MARK not in info:
         return info
-    left_out, copy = info[MARK], read_info(info)
-    _warn_of([one_line(f"{name:.200}") for name in left_out[:_MOST_NAMES]] if isinstance(left_out, list) else ())
-    return copy  # type: ignore[no-any-return]
-
-
-def _warn_of(left_out: Sequence[str]) -> None:
-    """Count what was left out, by name. Log it the first time, the tenth, and so on."""
-    for name in left_out:
-        if name in _left_out or len(_left_out) < _MOST_KINDS:
-            times = _left_out[name] = _left_out.get(name, 0) + 1
-            if f"{times}".strip("0") == "1":
-                log.warning("infos go without %s, %s so far; tell plain values instead", name, f"{times:,}")
+    if isinstance(left_out := info[MARK], list) and left_out:
+        note([one_line(f"{name:.200}") for name in left_out[:_MOST_NAMES]])
+    return read_info(info)  # type: ignore[no-any-return]
 
 
 class _Copying:
-    """One copy of an info, of plain values and arrays. `left_out` names what JSON cannot hold.
+    """One copy of an info, as `info_json` writes it. `left_out` names what JSON cannot hold.
 
     The place of a value is a pair: the place of the container around it, None for the info, and the key there.
     """
@@ -194,7 +198,7 @@ class _Copying:
     def _of_array(self, value: NDArray[Any], place: Any) -> Any:
         match value.dtype.kind:
             case "b" | "i" | "u" | "f":
-                return value.astype(float if value.dtype.char == "g" else value.dtype.newbyteorder("="))
+                return value.astype(float if value.dtype.char == "g" else value.dtype.newbyteorder("="), copy=False)
             case "U":
                 return np.array(self.of(value.tolist(), place), str)
             case "O" | "S" | "V":
@@ -221,8 +225,7 @@ class _Copying:
             if isinstance(parts, Mapping):
                 return self._of_mapping(parts, place)
             in_order = sorted(parts, key=repr) if isinstance(parts, Set) else parts
-            own = [self._of_element(part, (place, ...)) for part in in_order]
-            return tuple(own) if isinstance(parts, tuple) else own
+            return [self._of_element(part, (place, ...)) for part in in_order]
         finally:
             self._around.discard(id(value))
 
@@ -233,16 +236,16 @@ class _Copying:
             self._leave_out(place, error)
             return None
 
-    def _of_mapping(self, value: Mapping[Any, Any], place: Any) -> dict[Any, Any]:
-        own: dict[Any, Any] = {}
-        texts = {MARK} if place is None else set[str]()
+    def _of_mapping(self, value: Mapping[Any, Any], place: Any) -> dict[str, Any]:
+        own: dict[str, Any] = {}
         for key, part in value.items():
             try:
-                name, text = _names_of(key)
-                if text in texts:
-                    raise ValueError("a reserved key" if text == MARK else "two keys that are the same as text")
+                name = _name_of(key)
+                if name in own:
+                    raise ValueError("two keys that are the same as text")
+                if name == MARK and place is None:
+                    raise ValueError("a reserved key")
                 own[name] = self.of(part, (place, key))
-                texts.add(text)
             except BaseException as error:  # noqa: BLE001 - a user's class
                 self._leave_out((place, key), error)
                 if key == MASK:
@@ -261,16 +264,13 @@ def _text(value: str) -> str:
     return value if value.isascii() else value.encode(errors="backslashreplace").decode()
 
 
-def _names_of(key: Any) -> tuple[Any, str]:
-    """Return a key as a copy has it, and as JSON has it."""
+def _name_of(key: Any) -> str:
+    """Return a key as JSON has it."""
     text = ""
     if not isinstance(key, str):
         with suppress(TypeError):
             (text,) = orjson.loads(plain_json({key: 0}))
-    if not text or (text == "null" and key is not None):
-        text = _text(str(key))
-        return text, text
-    return (key if type(key) in _KEYS else text), text
+    return _text(str(key)) if not text or (text == "null" and key is not None) else text
 
 
 def _where(place: Any) -> str:

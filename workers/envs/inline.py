@@ -15,7 +15,7 @@ from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root, to_env_form
 from headrace.workers.envs.backend import EnvBackend, NextSeeds, Replies
-from headrace.workers.envs.checks import own_info, take_reset_apart
+from headrace.workers.envs.checks import take_reset_apart
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator, naming_what_failed
 from headrace.workers.envs.failures import Failure
@@ -111,7 +111,7 @@ class InlineEnvs(EnvBackend):
         self._table, self._calls = table, table.totals.calls
         self._vector = vector
         self.tasks = {}
-        self._tell = own_info if table.config.infos == "all" else None
+        self._tell = table.tell if table.config.infos == "all" else None
         self._asked: Sequence[EnvSlot] = ()
         """Slots that are to step."""
         self._reset: list[tuple[int, dict[str, Any]]] = []

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.checks import heard_info, own_info, own_masks
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.failures import Failure, name_of
 from headrace.workers.envs.lane import AnyEpisode, Lane
@@ -36,6 +38,8 @@ class LaneTable:
         """The config by which the envs were last built."""
         self.worker_index = worker_index
         self.totals = totals
+        self.hear = partial(heard_info, totals.note_left_out)
+        """Returns an info that came as JSON."""
         self.lanes = [
             Lane(
                 i,
@@ -53,6 +57,11 @@ class LaneTable:
         """The newest context of each lane's env."""
         self._seeds = seeds
         self._callbacks = callbacks
+
+    @property
+    def tell(self) -> Callable[[Any], dict[str, Any]]:
+        """Return the function that copies what is wanted of an info: all of it, or its masks alone."""
+        return partial(own_info if self.config.infos == "all" else own_masks, self.totals.note_left_out)
 
     @property
     def note_outside(self) -> NoteOutside | None:

@@ -16,7 +16,6 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.task import Task
 from headrace.schemas.errors import EnvError
 from headrace.workers.envs.backend import EnvBackend, NextSeeds, PoolBackend, Replies
-from headrace.workers.envs.checks import heard_info
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.inline import InlineEnvs
 from headrace.workers.envs.lane import Episode
@@ -199,7 +198,7 @@ class LockSteps(Steps):
                 aside.keep(replies, but={failure.lane for failure in failed})
             ended += replies.ended
             also_truncated += replies.also_truncated
-            infos += [(lane, heard_info(info)) for lane, info in replies.infos]
+            infos += [(lane, self._table.hear(info)) for lane, info in replies.infos]
         self._sent = ()
         return Outcome(self._rewards(failures), ended, failures, infos, also_truncated=also_truncated)
 
@@ -318,7 +317,7 @@ class ReadySteps(Steps):
         self._abandoned -= over | set(stepped)
         self._stepped += [lane for lane in stepped if lane in wanted]
         self._ended += [(lane, end) for lane, end in replies.ended if lane in wanted]
-        self._infos += [(lane, heard_info(info)) for lane, info in replies.infos if lane in wanted]
+        self._infos += [(lane, self._table.hear(info)) for lane, info in replies.infos if lane in wanted]
         self._failed += failed
         self._aside.keep(replies, but={failure.lane for failure in failed})
 

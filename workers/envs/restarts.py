@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from headrace.schemas.errors import CallbackError, EnvContractError, EnvRestartBudgetError, words_of
+from headrace.schemas.errors import CallbackError, EnvContractError, EnvHangError, EnvRestartBudgetError, words_of
 from headrace.workers.envs.error_text import seed_hint
 
 BACKOFF_S = 0.05
@@ -63,6 +63,8 @@ def _remedy(error: BaseException, about: str) -> str:
     remedy = "repair the env, or raise env_restart_attempts"
     if isinstance(error, EnvContractError):
         remedy = "give what it should be, in the env or in a wrapper"
+    elif isinstance(error, EnvHangError):
+        remedy = f"repair the env, or raise {error.setting}"
     elif isinstance(error, CallbackError):
         remedy = "repair the callback"
     return f"{about}; {remedy}" if about else remedy

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import CallbackError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvBackend, EnvHostsHere, Replies
-from headrace.workers.envs.checks import heard_info
 from headrace.workers.envs.driver import EnvDriver, Pace
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.inline import InlineEnvs, check_inline
@@ -187,7 +186,7 @@ class EnvVector(EnvDriver):
                 resetting.clear()  # resets that an exception interrupted get no reply any more
 
     def _begin(self, lane: Lane, episode: Episode, info: dict[str, Any]) -> None:
-        lane.begin_episode(episode, heard_info(info))
+        lane.begin_episode(episode, self._table.hear(info))
         self._table.started.append(lane.index)
         if not self.replies_at_once:  # otherwise the observation is in the columns already
             self._running.begin([lane.index])

@@ -15,10 +15,9 @@ from headrace.schemas.chunks.spaces import Spaces, nest
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.schemas.errors.episodes import EpisodeError
 from headrace.workers.agents.env import ALL
-from headrace.workers.envs.checks import own_info
 from headrace.workers.envs.observations import NoteOutside
 from headrace.workers.external.calls import Call, EpisodePlace, OnAnswer, Row, RowReader, add_reward
-from headrace.workers.external.episodes import EpisodeTable
+from headrace.workers.external.episodes import EpisodeTable, Tell
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -65,12 +64,13 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
         self,
         spaces: Mapping[Any, Spaces],
         capacity: int,
+        tell: Tell,
         *,
         note_outside: NoteOutside | None = None,
         takes_logged: bool = True,
         needs_final: bool = True,
     ) -> None:
-        super().__init__(capacity, takes_logged=takes_logged, note_outside=note_outside)
+        super().__init__(capacity, tell, takes_logged=takes_logged, note_outside=note_outside)
         self.spaces = dict(spaces)
         self._ids = {str(agent): agent for agent in spaces}
         self._needs_final = needs_final
@@ -105,7 +105,7 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
         self._check_agents("rewards", rewards)
         earned = {agent: _earn(place, agent, reward) for agent, reward in rewards.items()}
         told = self._read_each("info", {} if infos is None else infos, dict)
-        told = {agent: own_info(info) for agent, info in told.items()}
+        told = {agent: self._tell(info) for agent, info in told.items()}
         ends = self._read_ends(terminateds, ChunkEnd.TERMINATED)
         ends = self._read_ends(truncateds, ChunkEnd.TRUNCATED) | ends
         place.rewards |= {agent: total for agent, total in earned.items() if agent not in place.gone}

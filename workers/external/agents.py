@@ -58,6 +58,7 @@ class ExternalAgentLanes(ExternalLanes):
         return ExternalAgentEpisodes(
             self._seating.agent_spaces,
             len(self.lanes),
+            self._table.tell,
             note_outside=self._table.note_outside,
             takes_logged=not any(policy.module_to_env for policy in self._seating.policies.specs.values()),
             needs_final=config.missing_final_observation == "error",

@@ -42,6 +42,8 @@ MAX_ID_LENGTH = 256
 
 
 AnyPlace = TypeVar("AnyPlace", bound=EpisodePlace)
+Tell = Callable[[Any], dict[str, Any]]
+"""Copies what is wanted of an info; see `LaneTable.tell`."""
 
 
 class EpisodeTable(ABC, Generic[AnyPlace]):
@@ -52,8 +54,9 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
     block. The second group is for the sampler.
     """
 
-    def __init__(self, capacity: int, *, takes_logged: bool, note_outside: NoteOutside | None) -> None:
+    def __init__(self, capacity: int, tell: Tell, *, takes_logged: bool, note_outside: NoteOutside | None) -> None:
         self.capacity = capacity
+        self._tell = tell
         self.note_outside = note_outside
         """Called for observations outside their Box; None: they are refused. Callers of `take_step` do so too."""
         self._takes_logged = takes_logged

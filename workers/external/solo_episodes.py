@@ -7,19 +7,24 @@ from typing import Any
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors.episodes import EpisodeError
-from headrace.workers.envs.checks import own_info
 from headrace.workers.envs.observations import NoteOutside
 from headrace.workers.external.calls import Call, OnAnswer, Row, RowReader, SoloCall, SoloPlace, add_reward
-from headrace.workers.external.episodes import EpisodeTable
+from headrace.workers.external.episodes import EpisodeTable, Tell
 
 
 class ExternalEpisodes(EpisodeTable[SoloPlace]):
     """The episodes of one agent, with the env's own `spaces`."""
 
     def __init__(
-        self, spaces: Spaces, capacity: int, *, note_outside: NoteOutside | None = None, takes_logged: bool = True
+        self,
+        spaces: Spaces,
+        capacity: int,
+        tell: Tell,
+        *,
+        note_outside: NoteOutside | None = None,
+        takes_logged: bool = True,
     ) -> None:
-        super().__init__(capacity, takes_logged=takes_logged, note_outside=note_outside)
+        super().__init__(capacity, tell, takes_logged=takes_logged, note_outside=note_outside)
         self.spaces = spaces
         self._observations = RowReader(spaces.observation, "obs", "observation", note_outside)
         self._actions = RowReader(spaces.action, "actions", "action")
@@ -35,7 +40,7 @@ class ExternalEpisodes(EpisodeTable[SoloPlace]):
     def _note(self, place: SoloPlace, reward: Any, info: Any) -> None:
         if not place.has_acted:
             raise EpisodeError(place.episode_id, "no_action")
-        told = place.info if info is None else own_info(info)
+        told = place.info if info is None else self._tell(info)
         place.reward, place.info = add_reward(place.reward, reward), told
 
     def _take_news(self, place: SoloPlace, news: tuple[Any, ...], seen: Row, action: Any, end: ChunkEnd) -> None:

@@ -41,6 +41,7 @@ class ExternalVector(ExternalLanes):
         return ExternalEpisodes(
             self.spaces,
             len(self.lanes),
+            self._table.tell,
             note_outside=self._table.note_outside,
             takes_logged=not self._table.config.module_to_env,
         )

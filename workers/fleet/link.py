@@ -13,8 +13,9 @@ from collections.abc import Callable
 import zmq
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
+from headrace.schemas.basics.stop_event import StoppedError
 from headrace.schemas.credentials.keys import ClientKeys
-from headrace.schemas.errors import DecodeError, HeadraceError, refusal
+from headrace.schemas.errors import DecodeError, refusal
 from headrace.schemas.frames.wire import MAGIC, MessageKind, WireMessage, decode
 from headrace.schemas.messages import Reject, WorkerWelcome, messages_to, read
 from headrace.schemas.messages.weights_messages import MAPPING_TOPIC
@@ -30,10 +31,6 @@ log = logging.getLogger(__name__)
 
 _SAY_WAITING_S = 10.0
 _CONTROL = messages_to("worker")
-
-
-class StoppedError(HeadraceError):
-    """The worker was told to stop before its wait was over."""
 
 
 class FleetLink:

@@ -1,6 +1,6 @@
 """Turns a runner's cut into numbered batches in the session, with true counts at every moment.
 
-A cut gives one batch for each module, or several where its infos do not fit one message. They get their numbers one
+A cut gives one batch for each module, or several where one would be larger than a message. They get their numbers one
 after another. Each carries the totals of its own moment: steps of the same cut that still wait for a number count as
 open. So the counts balance after every batch, even if the worker is killed between two of them.
 """
@@ -20,6 +20,7 @@ from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.chunks.batch import MOST_ENDED, BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.chunk import DEFAULT_AGENT, ChunkEnd
 from headrace.schemas.errors import InfosTooLargeError
+from headrace.schemas.frames.wire import Buffer
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import Shipment
 from headrace.workers.metrics.totals import RunnerTotals
@@ -77,18 +78,16 @@ class Shipper:
 
         A header tells (return, length) of the newest `MOST_ENDED` episodes only; the totals in it count all of them.
         A batch without chunks is not sent; a cut without chunks only records the totals. Raises `EncodeError` for a
-        batch that must not go on the wire. A chunk whose infos alone exceed a message is dropped instead, and counted
-        as OVERSIZE.
+        batch that must not go on the wire. A batch that is larger than a message goes in parts; a chunk that is, goes
+        without the largest values of its infos. One that is too large without infos is dropped, and counted as
+        OVERSIZE.
         """
         waiting = deque(self._trained(cut))
         if not waiting:
             self.record()
         while waiting:
             batch = waiting.popleft()
-            try:
-                self._ship(batch, unsent=sum(other.steps for other in waiting))
-            except InfosTooLargeError:
-                waiting.extendleft(reversed(batch.halves()))  # so that only chunks that are too large alone are lost
+            waiting.extendleft(reversed(self._ship(batch, unsent=sum(other.steps for other in waiting))))
 
     def drop(self, cut: Cut, reason: Drop) -> None:
         """Count a cut that gets no number, as dropped for `reason`."""
@@ -123,46 +122,47 @@ class Shipper:
         self._session.totals = totals
         self._recorder.totals(totals)
 
-    def _ship(self, batch: ChunkBatch, unsent: int) -> None:
+    def _ship(self, batch: ChunkBatch, unsent: int) -> list[ChunkBatch]:
+        """Ship a batch, or return its parts if it is too large."""
         seq, (module_id,) = self._session.next_seq, batch.modules
         held = HeldBatch(seq=seq, steps=batch.steps, chunks=len(batch))
         shipped = plus(self._shipped, held.count)
         by_module = {**self._by_module, module_id: self._by_module.get(module_id, 0) + batch.steps}
         totals = self._totals(seq, shipped, by_module, unsent)
-        shipment = self._shipment(batch, held, totals)
+        frames, sent, excess, why = self._encode(batch, seq, totals)
+        if excess > 0:
+            parts, left_out = batch.smaller(excess)
+            self._runner.note_left_out(left_out)
+            if parts:
+                return parts
+            shipment = self._oversized(why, held, totals)
+        else:
+            self.bytes_shipped = plus(self.bytes_shipped, (batch.nbytes, sent))
+            shipment = Shipment(held, sent, frames, totals)
         self._shipped, self._by_module = shipped, by_module
         if shipment.frames is not None:  # else the header is lost; that of the next batch tells them
             for told in (self._episodes, self._aborted, self._frozen_agents, self._runner.ended_by_task):
                 told.clear()
         self._recorder.totals(totals, held)
         self._session.submit(shipment)
+        return []
 
-    def _shipment(self, batch: ChunkBatch, held: HeldBatch, totals: WorkerTotals) -> Shipment:
-        """Return the batch, or only its counts when it is larger than the broker takes; the learner sees the gap.
-
-        A single chunk whose infos are too large also gives only its counts. Several such chunks raise
-        `InfosTooLargeError`.
-        """
+    def _encode(self, batch: ChunkBatch, seq: int, totals: WorkerTotals) -> tuple[list[Buffer], int, int, str]:
+        """Return the frames and their bytes, by how many bytes the batch is too large, and a sentence about that."""
         try:
-            header = self._header(batch, held.seq, totals)
-            frames = encode_batch(batch, header, compressed=self._is_compressed())
+            frames = encode_batch(batch, self._header(batch, seq, totals), compressed=self._is_compressed())
         except InfosTooLargeError as error:
-            if len(batch) > 1:
-                raise
-            env = f"env {int(batch.table['env_index'][0])}"
-            return self._oversized(f"{env}, in {held.steps} steps in a row: {error}", held, totals)
-        sent, raw = sum(map(len, frames)), batch.nbytes
-        nbytes = max(sent, raw)  # a compressed batch must also fit a peer without compression
+            return [], 0, error.nbytes - error.limit, f"env {int(batch.table['env_index'][0])}: {error}"
+        sent = sum(map(len, frames))
+        nbytes = max(sent, batch.nbytes)  # a compressed batch must also fit a peer without compression
         welcome = self._session.welcome
         limit = welcome.max_batch_bytes if welcome else nbytes
-        if nbytes <= limit:
-            self.bytes_shipped = plus(self.bytes_shipped, (raw, sent))
-            return Shipment(held, sent, frames, totals)
-        advice = "lower sampling.rollout_fragment_length or num_envs, or raise the limit"
-        what = f"a batch of {nbytes} bytes exceeds broker.max_batch_bytes = {limit}; {advice}"
-        return self._oversized(what, held, totals)
+        advice = "lower sampling.rollout_fragment_length, or raise the limit"
+        what = f"a chunk of {nbytes} bytes exceeds broker.max_batch_bytes = {limit}; {advice}"
+        return frames, sent, nbytes - limit, what
 
     def _oversized(self, what: str, held: HeldBatch, totals: WorkerTotals) -> Shipment:
+        """Return only the counts of a batch; the learner sees the gap."""
         self._oversize += 1
         if self._oversize & (self._oversize - 1) == 0:  # the first, second, fourth, ...: it may concern every batch
             log.error("%s: %d steps dropped (%d batches so far)", what, held.steps, self._oversize)

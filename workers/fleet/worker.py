@@ -16,7 +16,7 @@ from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.logged_metrics import MOST_METRICS, LoggedMetric, fitting_metrics
 from headrace.schemas.accounts.worker_figures import MOST_VERSIONS, PORT_PATTERN, BlockedBy, Ports
 from headrace.schemas.basics.process_usage import own_usage, usage_of_children
-from headrace.schemas.basics.stop_event import end_copy, own_process, stop_event
+from headrace.schemas.basics.stop_event import StoppedError, end_copy, own_process, stop_event
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.errors import (
     CallbackError,
@@ -34,7 +34,6 @@ from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig
 from headrace.workers.annex_parts import part
 from headrace.workers.config import runner_config
-from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
 from headrace.workers.fleet.shipping import Shipper

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from headrace.schemas.accounts.env_errors import (
+    INFO_LEFT_OUT,
     MOST_GROUPS,
     MOST_TOLD_TASKS,
     MOST_TRACEBACK,
@@ -27,12 +29,17 @@ from headrace.workers.metrics.timers import Timers
 
 log = logging.getLogger(__name__)
 
+_NOTING = threading.Lock()
+"""The ports of a served env note what they see in threads of their own."""
+
 
 class FailureGroups:
     """At most `MOST_GROUPS` groups, and one for all further failures. Counts are of this life."""
 
     def __init__(self) -> None:
         self._groups: dict[str, EnvErrorGroup] = {}
+        self._left_out: dict[str, tuple[int, str, float, float]] = {}
+        """Place in an info -> (how many infos go without it, the newest in words, times of the first and the last)."""
         self._turn = 0
 
     def note(
@@ -48,7 +55,7 @@ class FailureGroups:
         """Count a failure, of an episode with this task or without one. Read the traceback only for a new group."""
         env, exception, where, now = env[:200], exception[:200], where[-300:], time.time()
         name = fingerprint_of(kind, env, exception, where)
-        if name not in self._groups and len(self._groups) >= MOST_GROUPS:
+        if name not in self._groups and len(self._groups) + len(self._left_out) >= MOST_GROUPS:
             name, kind, exception, where = OTHERS, OTHERS, "", ""
         known = self._groups.get(name)
         if known is None:
@@ -60,6 +67,17 @@ class FailureGroups:
         tasks = [*known.tasks, task][-MOST_TOLD_TASKS:] if task or known.tasks else []
         self._groups[name] = known.model_copy(update={"message": message[:500], "last_unix_s": now, "tasks": tasks})
 
+    def note_left_out(self, place: str, told: str) -> int:
+        """Count what an info goes without, and return how often by now; 0 where no group is left for it."""
+        if place not in self._left_out and len(self._groups) + len(self._left_out) >= MOST_GROUPS // 2:
+            place, told = "", "infos go without further values"  # the other groups are for failures
+            if place not in self._left_out and len(self._groups) + len(self._left_out) >= MOST_GROUPS:
+                return 0
+        now = time.time()
+        times, _, first, _ = self._left_out.get(place, (0, "", now, now))
+        self._left_out[place] = times + 1, told, first, now
+        return times + 1
+
     def next(self) -> EnvErrorGroup | None:
         """Return the next group in turn, for ever; None without any."""
         groups = self.all()
@@ -70,7 +88,13 @@ class FailureGroups:
 
     def all(self) -> list[EnvErrorGroup]:
         """Return all groups."""
-        return list(self._groups.values())
+        left_out = [
+            EnvErrorGroup(
+                kind=INFO_LEFT_OUT, where=place, message=told[:500], count=times, first_unix_s=first, last_unix_s=last
+            )
+            for place, (times, told, first, last) in list(self._left_out.items())
+        ]
+        return [*self._groups.values(), *left_out]
 
 
 def last_bytes(text: str) -> str:
@@ -136,18 +160,27 @@ class RunnerTotals:
         if math.isfinite(returns + episode_return):
             self.ended_by_task[name] = episodes + 1, returns + episode_return, lengths + length
 
+    def note_left_out(self, left_out: Sequence[str]) -> None:
+        """Count what infos go without, each as "PLACE (why)". Log it the first time, the tenth, and so on."""
+        with _NOTING:
+            for name in left_out:
+                times = self.failure_groups.note_left_out(name.partition(" (")[0][:300], f"infos go without {name}")
+                if f"{times}".strip("0") == "1":
+                    log.warning("infos go without %s, %s so far; tell plain values instead", name, f"{times:,}")
+
     def note_outside(self, env: str, observations: int, farthest: Mapping[str, tuple[float, float]]) -> None:
         """Count observations outside their Box. Name each part of them in the log, again once it is ten times as far.
 
         `farthest`: part -> (the value farthest outside, the bound it has left).
         """
-        self.observations_outside += observations
-        for part, (value, bound) in farthest.items():
-            excess, named = abs(value - bound), self.named_excess.get((env, part))
-            if named is None or excess >= 10 * named:
-                self.named_excess[env, part] = excess
-                told = f"{one_line(part)} of {one_line(env)} is {value:.6g}, and its Box ends at {bound:.6g}"
-                log.warning("%s; delivered as told and counted (sampling.strict_bounds = true fails the env)", told)
+        with _NOTING:
+            self.observations_outside += observations
+            for part, (value, bound) in farthest.items():
+                excess, named = abs(value - bound), self.named_excess.get((env, part))
+                if named is None or 10 * named <= excess != named:  # both may be infinite
+                    self.named_excess[env, part] = excess
+                    told = f"{one_line(part)} of {one_line(env)} is {value:.6g}, and its Box ends at {bound:.6g}"
+                    log.warning("%s; delivered as told and counted (sampling.strict_bounds = true fails the env)", told)
 
     def discard(self, reason: Discard, steps: int, env_steps: int | None = None) -> None:
         """Count `steps` that will not become a chunk, open or never opened. `env_steps` None: each was an env step."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,7 @@ def write_failure(run_dir: Path, kept: KeptFailure, lanes: dict[str, int]) -> st
     return "" if facts.problem else rerun_command(run_dir, kept.name)
 
 
-def rerun_of(run_dir: Path, slots: Sequence[int]) -> str:
+def rerun_of(run_dir: Path, slots: Container[int] = range(sys.maxsize)) -> str:
     """Return the command that repeats the newest failure of one of these workers in a run directory; "" for none."""
     name = next((name for name in failures_of(run_dir) if int(name.partition("-")[0]) in slots), "")
     return rerun_command(run_dir, name) if name else ""

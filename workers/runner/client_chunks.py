@@ -28,10 +28,13 @@ class ClientChunks:
     """Ended episodes of several agents. With one agent the batch has them."""
     env_steps: tuple[int, int, int] = (0, 0, 0)
     """With several agents: env steps taken, delivered, discarded. With one agent, each step is an env step."""
+    outside: int = 0
+    """Observations with values outside their Box."""
 
 
 def take_over(taken: ClientChunks, totals: RunnerTotals, metrics: RunnerMetrics, *, several_agents: bool) -> None:
     """Add `taken` to `totals` and `metrics`."""
+    totals.observations_outside += taken.outside
     for reason, steps in taken.discarded.items():
         totals.stepped += steps
         totals.discard(reason, steps, 0 if several_agents else steps)

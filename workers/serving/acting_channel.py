@@ -134,7 +134,7 @@ class ActingChannel:
                 self._check_label(batch)
                 batch = self._episodes.take(owner, batch)
             s = shipment
-            chunks = ClientChunks(batch, discarded, s.untrained, s.episodes, s.env_steps)
+            chunks = ClientChunks(batch, discarded, s.untrained, s.episodes, s.env_steps, s.outside)
             self._deliveries.append(Delivery(chunks, done))
 
     def lost(self, owner: object) -> None:

@@ -176,7 +176,7 @@ class ServedEnvs:
             return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise PortInUseError(f"http://{host}:{port}") from error
+                raise PortInUseError(f"http://{host}:{port}", "serving.http_port") from error
             raise ConfigError(f"{host!r} cannot be bound: {error.strerror}", key="serving.host") from error
 
 

@@ -35,7 +35,6 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.errors.serving import ServingError
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Message
-from headrace.workers.envs.checks import heard_info
 
 Name = Annotated[str, Field(min_length=1, max_length=64)]
 EpisodeId = Annotated[str, Field(min_length=1, max_length=128)]
@@ -107,7 +106,7 @@ class EpisodeStep(AnyStep):
     @property
     def news(self) -> tuple[Any, ...]:
         """Return the reward and the info."""
-        return (self.reward, self.info and heard_info(self.info)) if self.reward or self.info else ()
+        return (self.reward, self.info) if self.reward or self.info else ()
 
 
 class EpisodeAbort(ClientRequest):
@@ -137,6 +136,7 @@ class ChunkShipment(ClientRequest):
     """
 
     KIND = MessageKind.EPISODE_CHUNKS
+    LEFT_OUT = frozenset(("outside",))
     number: Positive
     frame_sizes: ListOf[Natural] = Field(default=[], max_length=64)
     """Sizes at which to cut the array. Empty if there are only counts: no chunks and no array."""
@@ -150,6 +150,8 @@ class ChunkShipment(ClientRequest):
     """
     env_steps: Annotated[tuple[Natural, Natural, Natural], Strict(False)] = (0, 0, 0)
     """With several agents: env steps since then, how many of them are in chunks, and how many were discarded."""
+    outside: Natural = 0
+    """Observations since then with values outside their Box."""
 
 
 class ClientHeartbeat(ClientRequest):
@@ -273,8 +275,7 @@ class AgentsStep(AnyStep):
     @property
     def news(self) -> tuple[Any, ...]:
         """Return rewards, infos, and who is terminated or truncated, by agent."""
-        infos = {agent: heard_info(info) for agent, info in self.info.items()}
-        news = self.reward, infos, _of_agents(self.terminated), _of_agents(self.truncated)
+        news = self.reward, self.info, _of_agents(self.terminated), _of_agents(self.truncated)
         return news if any(news) else ()
 
 

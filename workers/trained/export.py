@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headrace.schemas.basics.run_files import opener
 from headrace.schemas.chunks.spaces import Space, Spaces, column_dtype, leaf_shape, leaves, nest
-from headrace.schemas.errors import ModuleError, export_error, is_there
+from headrace.schemas.errors import ModuleError, absolute, export_error, is_there
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.actions import RandomActions
 from headrace.workers.policy.acting import flatten_actions
@@ -126,7 +126,7 @@ def export_policy(
     write = _WRITERS.get(path.suffix)
     if write is None:
         raise export_error(str(path), f"name a file that ends with {', '.join(_WRITERS)}")
-    if not (is_there(folder := path.absolute().parent) and folder.is_dir()):
+    if not (is_there(folder := absolute(path).parent) and folder.is_dir()):
         raise export_error(str(path), "it cannot be written, since there is no such folder")
     name = type(module).__name__
     if action_chunk_size(module) > 1:

@@ -44,7 +44,7 @@ class _Trial:
         self.seed = config.max_env_seed // 2 + 1
         """A seed as large as workers' seeds are, of which half are above it."""
         self.took_s: dict[str, float] = {}
-        self.tell = own_info if config.infos == "all" else None
+        self.tell = partial(own_info, RunnerTotals().note_left_out) if config.infos == "all" else None
 
     @contextmanager
     def at(self, what: str, envs: int = 1) -> Iterator[None]:

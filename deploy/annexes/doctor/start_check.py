@@ -83,7 +83,7 @@ def _slow_polls(config: FleetConfig, took_s: Mapping[str, float]) -> str:
 
 
 def _check_sizes(config: FleetConfig, spaces: Spaces) -> None:
-    """Raise `ConfigError` where limits in bytes are too small for a batch, or for the batches of one update.
+    """Raise `ConfigError` where limits in bytes are too small for a chunk, or for the batches of one update.
 
     A batch has more bytes than its observations, so a limit that passes may still be too small.
     """
@@ -96,10 +96,11 @@ def _check_sizes(config: FleetConfig, spaces: Spaces) -> None:
         f"{config.sampling.rollout_fragment_length} steps has {nbytes:,} bytes of observations or more"
     )
     broker, update = config.broker, f"one update of learner.steps_per_update = {config.learner.steps_per_update}"
-    if nbytes > broker.max_batch_bytes:
+    if (chunk_bytes := config.sampling.rollout_fragment_length * sum(rows)) > broker.max_batch_bytes:
         raise ConfigError(
-            f"{broker.max_batch_bytes:,} is too little: {batch}, so each would be dropped as oversize; raise the "
-            "limit, or lower one of these two",
+            f"{broker.max_batch_bytes:,} is too little: a chunk of sampling.rollout_fragment_length steps has "
+            f"{chunk_bytes:,} bytes of observations or more, and would be dropped as oversize; raise the limit, or "
+            "lower that",
             key="broker.max_batch_bytes",
         )
     waits = "workers and learner would wait for each other; raise the limit, or lower one of the others"

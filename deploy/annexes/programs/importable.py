@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, absolute
 
 MAIN = "__main__"
 
@@ -29,7 +29,7 @@ def import_name(target: Callable[..., Any], key: str) -> tuple[str, Path | None]
     file = getattr(home, "__file__", None)
     if file is None:
         return f"{module}:{name}", None
-    folder = Path(file).absolute().parents[module.count(".") + (Path(file).stem == "__init__")]
+    folder = absolute(file).parents[module.count(".") + (Path(file).stem == "__init__")]
     return f"{module}:{name}", None if folder.is_relative_to(sys.prefix) else folder
 
 

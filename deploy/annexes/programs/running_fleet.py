@@ -36,8 +36,8 @@ from headrace.deploy.run.run_dir import new_run_dir
 from headrace.learner_stub.link.fleet_place import keys_folder
 from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.basics.stop_event import signal_name
-from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError
-from headrace.schemas.peers.fleet_address import RunDirAddresses, await_address
+from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, absolute
+from headrace.schemas.peers.fleet_address import RunDirAddresses, await_address, how_it_ended
 from headrace.schemas.settings.config_loading import known_keys
 from headrace.schemas.settings.nearest_names import nearest_name
 from headrace.workers.envs.creators import registered_creator
@@ -152,7 +152,7 @@ class RunningFleet:
     """
 
     def __init__(self, path: Path, options: list[str], folders: list[str]) -> None:
-        self.path = path.absolute()
+        self.path = absolute(path)
         """The run directory, for `headrace why`, `headrace audit` and others."""
         for other in _open:
             log.warning("the fleet in %s, which this program has started, still runs; its close() ends it", other.path)
@@ -307,8 +307,8 @@ class RunningFleet:
         code = self._up.returncode
         if code < 0:
             return FleetError(f"`headrace up` of the fleet in {self.path} was killed by {signal_name(-code)}")
-        if code == ExitCode.OK:
-            return FleetError(f"the fleet in {self.path} has ended; start a new one with `headrace.fleet`")
+        if code == ExitCode.OK and (ended := self._addresses.stopped()) is not None:
+            return ended
         said = self.summary.get("error") or "".join(self._errors).strip()
         if not said and self.summary.get("balanced") is False:
             said = f"the fleet in {self.path} does not balance: `headrace audit {self.path}` says what is missing"
@@ -321,7 +321,7 @@ class _OwnFleet:
     """The addresses of a fleet whose `headrace up` is a process of this program. No other start of it is due."""
 
     def __init__(self, path: Path, process: subprocess.Popen[str]) -> None:
-        self.path = path.absolute()
+        self.path = absolute(path)
         self._in_run_dir = RunDirAddresses(path, running=True)
         self._process = process
         self._say_at = time.monotonic() + _QUIET_S
@@ -336,9 +336,12 @@ class _OwnFleet:
         owner = read_object(self.path / "fleet.json").get("supervisor_pid")
         return self._in_run_dir.find(role) if owner == self._process.pid else ""
 
-    def stopped(self) -> HeadraceError | None:
+    def stopped(self) -> FleetError | None:
         """Return an error that says so, if `headrace up` has ended."""
-        return FleetError(f"the fleet in {self.path} has ended") if self.at_goal else None
+        if not self.at_goal:
+            return None
+        end = how_it_ended(self.path) or f"the fleet in {self.path} has ended"
+        return FleetError(f"{end}; go on with headrace.fleet(..., run_dir={str(self.path)!r})")
 
     @property
     def at_goal(self) -> bool:

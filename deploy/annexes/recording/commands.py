@@ -17,7 +17,7 @@ from headrace.deploy.run.options import Asked
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.basics.stop_event import stop_event
-from headrace.schemas.errors import ConfigError, UnreachableError
+from headrace.schemas.errors import ConfigError
 
 log = logging.getLogger("headrace.deploy")
 app = typer.Typer()
@@ -60,12 +60,7 @@ def record(
             recorded = RecordingFolder(folder)
         with recorded:
             options: dict[str, Any] = {"group": group, "position": recorded.position, "auto_commit": False}
-            try:
-                endpoint, options = find_fleet(run[0] if len(run) == 1 else run, 60.0, options, stopping.wait)
-            except UnreachableError:
-                if stopping.is_set():
-                    return
-                raise
+            endpoint, options = find_fleet(run[0] if len(run) == 1 else run, 60.0, options)
             with EpisodeStream(endpoint, **options) as stream:
                 log.info(
                     "headrace %s records group %s of %s in %s, from file %d on",

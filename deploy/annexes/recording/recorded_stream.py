@@ -17,7 +17,7 @@ from headrace.learner_stub.link.ranks import chosen_rank
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import format_episode_id
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import ConfigError, RunDirError, which_module_error
+from headrace.schemas.errors import ConfigError, RunDirError, absolute, which_module_error
 
 try:
     import pyarrow as pa
@@ -67,7 +67,7 @@ class RecordedStream:
             raise TypeError(f"a recording has no option {min(unknown)!r}")
         if chosen_rank(of_a_fleet.get("rank", 0), of_a_fleet.get("world_size", 1)) != (0, 1):
             raise ConfigError("a recording has one reader, and no ranks", key="world_size")
-        self.path = Path(path).absolute()
+        self.path = absolute(path)
         self.auto_commit = auto_commit
         self.delivered = 0
         self.lag = 0.0

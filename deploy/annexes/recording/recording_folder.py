@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from headrace.deploy.annexes.recording.row_tables import batch_table, file_tables, files_of
 from headrace.schemas.basics.run_files import replace_private, sync_folder
 from headrace.schemas.chunks.batch import ChunkBatch
-from headrace.schemas.errors import RunDirError, is_there
+from headrace.schemas.errors import RunDirError, absolute, is_there
 
 SCHEMA = 2
 """Version of folders, and of names, types and meanings of columns and metadata. Any change of these raises it."""
@@ -52,7 +52,7 @@ class RecordingFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path = path.absolute()
+        self.path = path = absolute(path)
         if (path / "broker.json").exists():
             raise self._refusal("it is a run directory")
         (path / NEW).mkdir(parents=True, exist_ok=True)

@@ -50,11 +50,17 @@ class ServingRunner:
         max_message_bytes: int = 1 << 20,
         socket_dir: str = "",
         keys_dir: str = "",
+        http_port: int | None = None,
         **changes: Any,
     ) -> None:
         host = "127.0.0.1" if keys_dir else ""
         settings = ServingSection(
-            enabled=True, host=host, lease_s=lease_s, client_inference=True, max_message_bytes=max_message_bytes
+            enabled=True,
+            host=host,
+            http_port=http_port,
+            lease_s=lease_s,
+            client_inference=True,
+            max_message_bytes=max_message_bytes,
         )
         several = "policies" in changes
         env = PAIR_ENV if several else "CartPole-v1"

@@ -20,7 +20,6 @@ from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
-from headrace.workers.envs.checks import own_info
 from headrace.workers.envs.driver import Pace
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
@@ -143,7 +142,7 @@ class PartialNativeVector(NativeLanes):
                 seen = brief(step.infos.get("env_id"))
                 raise EnvContractError("infos['env_id']", seen, f"{len(step.rewards)} envs, each once")
             problems = {int(lanes[place]): error for place, error in self._news.put_rows(step.observations)}
-            infos, untold = tell_each([*self._infos_by_lane(step.infos).items()], own_info)
+            infos, untold = tell_each([*self._infos_by_lane(step.infos).items()], self._table.tell)
             problems |= untold
         except EnvContractError as error:
             self._broken = error

@@ -31,7 +31,7 @@ from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import EnvContractError, EnvHangError, words_of
 from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.actions import action_root
-from headrace.workers.envs.checks import own_info, take_reset_apart
+from headrace.workers.envs.checks import take_reset_apart
 from headrace.workers.envs.driver import Pace
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
@@ -140,7 +140,7 @@ class NativeVector(NativeLanes):
             finals = final_infos(step.infos, len(self.lanes)) if self._table.config.infos == "all" else {}
             told |= {lane: finals.get(lane, {}) for lane in np.flatnonzero(done).tolist()}
         infos = [(lane, info) for lane, info in sorted(told.items()) if info and not self._idle[lane]]
-        return tell_each(infos, own_info)
+        return tell_each(infos, self._table.tell)
 
     def _lost(
         self,
@@ -225,7 +225,8 @@ class NativeVector(NativeLanes):
             for _, problem in self.observations.put_rows(observations, order, only=only, new=lanes):
                 raise problem
             told = self._infos_by_lane(infos)
-            told = {lane: own_info(told[lane]) for lane in lanes if lane in told}
+            tell = self._table.tell
+            told = {lane: tell(told[lane]) for lane in lanes if lane in told}
         except BaseException as error:  # noqa: BLE001 - a user's env
             raise_stop(error)
             self._broken = error
@@ -254,7 +255,7 @@ class NativeVector(NativeLanes):
             try:
                 if self.on_episode_created is not None:
                     self.on_episode_created(lane, episode)
-                info = own_info(told[index]) if index in told else {}
+                info = self._table.tell(told[index]) if index in told else {}
             except Exception as error:  # noqa: BLE001 - a user's callback, or its env's info
                 self.fail(Failure(index, error, unbegun=episode))
                 continue

@@ -40,7 +40,7 @@ def env_config_json(env_config: Mapping[str, Any]) -> bytes:
     """Return `env_config` as JSON for another process. Raises `ConfigError` for values that JSON cannot hold."""
     try:
         written = orjson.dumps(env_config, option=orjson.OPT_SERIALIZE_NUMPY)
-        if written != told_info(dict(env_config))[1]:
+        if written != told_info(dict(env_config)):
             raise ValueError("a number that is not finite, which JSON does not have, or nested too deep")
         return written
     except (TypeError, ValueError) as error:

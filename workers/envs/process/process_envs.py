@@ -302,7 +302,7 @@ class ProcessEnvs:
 
 def _info_json(info: dict[str, Any]) -> orjson.Fragment:
     """Return an info as JSON. Raises `EnvContractError` unless it is a dict."""
-    return orjson.Fragment(told_info(info)[1])
+    return orjson.Fragment(told_info(info))
 
 
 def _masks_json(info: dict[str, Any]) -> orjson.Fragment | None:

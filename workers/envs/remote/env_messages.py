@@ -66,12 +66,15 @@ class EnvHostWelcome(Message):
     """The worker's answer to HELLO. A host that then gets no orders is a spare one."""
 
     KIND = MessageKind.WELCOME
+    LEFT_OUT = frozenset(("without_infos",))
     worker_index: Natural
     num_workers: Natural
     num_envs: Positive
     """Number of envs of the worker, wherever they are."""
     lease_s: float = Field(gt=0, le=MOST_SILENCE_S)
     heartbeat_interval_s: float = Field(ge=0.001, le=60)
+    without_infos: bool = False
+    """True: the worker wants no infos but masks of actions. Workers of wire version 1.0 do not tell it."""
 
 
 class EnvHeartbeat(Message):

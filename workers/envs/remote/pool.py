@@ -292,6 +292,7 @@ class RemotePool(PoolBackend):
                 num_envs=self.width,
                 lease_s=config.env_hosts_lease_s,
                 heartbeat_interval_s=self._interval_s,
+                without_infos=config.infos == "none",
             ),
         )
 

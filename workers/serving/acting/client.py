@@ -24,9 +24,7 @@ from headrace.schemas.credentials.keys import CLIENT, ClientKeys, client_keys
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.errors.episodes import EpisodeTimeoutError
 from headrace.schemas.errors.serving import MessageTooLargeError, UnknownSessionError
-from headrace.schemas.frames.wire import DEFAULT_LIMITS
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.checks import heard_info
 from headrace.workers.external.calls import Answer
 from headrace.workers.external.env import ExternalEnv, ExternalMultiAgentEnv
 from headrace.workers.runner.single_agent_env_runner import open_runner
@@ -35,7 +33,6 @@ from headrace.workers.serving.acting.shipments import Shipments
 from headrace.workers.serving.acting.weights_puller import WeightsPuller
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.connection import ServerPlace, find_server
-from headrace.workers.serving.client.logged_returns import read_info
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.serving_messages import ClientBye
 
@@ -45,8 +42,6 @@ _LEAVING_S = 5.0
 """Seconds that `close` waits for a server that is gone."""
 _FURTHER_BYTES = 64
 """The size of a step's other columns: reward, version, log-prob, ..."""
-_INFO_BYTES = DEFAULT_LIMITS.infos_bytes
-"""The largest info that a chunk can carry."""
 _SESSION_LOST = "the policy server has restarted, or has ended this session because it was silent"
 
 
@@ -139,15 +134,7 @@ class ActingClient(Closable):
         self._env.log_action(episode_id, codec.observation.read(observation), codec.action.read(action))
 
     def log_returns(self, episode_id: str, reward: Any, info: Any = None, *dones: Any, **named_dones: Any) -> None:
-        """Add to the reward since the last action, as `ExternalEnv` does.
-
-        Raises `EnvContractError` for an info that fits no chunk, too.
-        """
-        if isinstance(self.spaces, Spaces):
-            info = None if info is None else heard_info(read_info(info, max_bytes=_INFO_BYTES))
-        elif isinstance(info, Mapping):
-            read = {agent: read_info(own, f"info of agent {agent!r}", _INFO_BYTES) for agent, own in info.items()}
-            info = {agent: heard_info(own) for agent, own in read.items()}
+        """Add to the reward since the last action, as `ExternalEnv` does."""
         self._env.log_returns(episode_id, reward, info, *dones, **named_dones)
 
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:

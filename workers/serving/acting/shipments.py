@@ -49,6 +49,7 @@ class Shipments:
         self._episodes: list[tuple[float, int]] = []
         """Trained episodes of several agents for the next shipment."""
         self._reported_env_steps: tuple[int, ...] = (0, 0, 0)
+        self._reported_outside = 0
 
     @property
     def room(self) -> int:
@@ -96,27 +97,34 @@ class Shipments:
         try:
             frames = encode_batch(batch, self._header(batch))
             size = sum(map(len, frames))
-            excess = (
-                f"a chunk of {batch.steps} steps makes a message of {size} bytes, and the server takes "
-                f"serving.max_message_bytes = {self._link.max_message_bytes}: raise that, or lower "
-                "sampling.rollout_fragment_length"
+            excess, why = (
+                size - self.room,
+                (
+                    f"a chunk of {batch.steps} steps makes a message of {size} bytes, and the server takes "
+                    f"serving.max_message_bytes = {self._link.max_message_bytes}: raise that, or lower "
+                    "sampling.rollout_fragment_length"
+                ),
             )
-            if size <= self.room:
+            if excess <= 0:
                 yield batch.steps, frames
                 return
         except InfosTooLargeError as error:
-            excess = str(error)
-        if len(batch) == 1:
-            raise MessageTooLargeError(excess)
-        for half in batch.halves():
-            yield from self._messages(half)
+            excess, why = error.nbytes - error.limit, str(error)
+        parts, left_out = batch.smaller(excess)
+        if not parts:
+            raise MessageTooLargeError(why)
+        self._runner.totals.note_left_out(left_out)
+        for part in parts:
+            yield from self._messages(part)
 
     def _send(self, frames: list[Buffer]) -> None:
         discarded, env_steps = self._discarded(), self._env_steps()
         counts = {"discarded": discarded, "untrained": self._take_untrained(), "episodes": self._take_episodes()}
         arrays = {"batch": np.frombuffer(b"".join(frames), np.uint8)} if frames else {}
         sizes = [len(frame) for frame in frames]
-        self._ask(arrays, number=self._number + 1, frame_sizes=sizes, env_steps=env_steps, **counts)
+        outside = self._runner.totals.observations_outside - self._reported_outside
+        self._ask(arrays, number=self._number + 1, frame_sizes=sizes, env_steps=env_steps, outside=outside, **counts)
+        self._reported_outside += outside
         self._number += 1
         self._untrained, self._episodes = [], []
         self._reported_env_steps = tuple(map(sum, zip(self._reported_env_steps, env_steps, strict=True)))

@@ -202,5 +202,5 @@ def find_server(
     source = WorkerPortChoice(Rendezvous(where), "clients", slot, expected_key(keys))
     endpoint = await_address(source, "clients", connect_timeout_s)
     if not endpoint:
-        raise no_fleet_error(where, source.problem)
+        raise source.stopped() or no_fleet_error(where, source.problem)
     return ServerPlace(endpoint, source)

@@ -138,17 +138,16 @@ def check_reward(reward: Any) -> float:
     return checked
 
 
-def read_info(info: Any, what: str = "info", max_bytes: int = _MAX_INFO_BYTES) -> dict[str, Any]:
-    """Return a copy of an info as `told_info` writes it.
+def read_info(info: Any, what: str = "info") -> dict[str, Any]:
+    """Return a copy of an info as `told_info` writes it. One that does not fit into the header of a step is left out.
 
-    One of more than `max_bytes` is left out. The default is what fits into the header of one step. Raises
-    `EnvContractError` for anything but a dict.
+    Raises `EnvContractError` for anything but a dict.
     """
     try:
-        written = told_info(written_info(info))[1]  # it may have been written before
+        written = told_info(written_info(info))  # it may have been written before
     except EnvContractError as error:
         raise EnvContractError(what, error.seen, error.expected) from error
-    if len(written) > max_bytes:
-        written = info_json({}, [f"{what} ({len(written):,} bytes of JSON; at most {max_bytes:,} fit)"])
+    if len(written) > _MAX_INFO_BYTES:
+        written = info_json({}, [f"{what} ({len(written):,} bytes of JSON; at most {_MAX_INFO_BYTES:,} fit)"])
     read: dict[str, Any] = orjson.loads(written)
     return read

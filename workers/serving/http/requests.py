@@ -14,6 +14,7 @@ HEAD is allowed where GET is. `server.py` answers /v1/health by itself.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Set
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -23,6 +24,7 @@ from urllib.parse import parse_qsl, unquote
 
 import orjson
 
+from headrace.schemas.chunks.info_json import MARK
 from headrace.schemas.errors.serving import MessageTooLargeError, ServingError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.messages import read
@@ -36,6 +38,7 @@ from headrace.workers.serving.serving_messages import (
     ClientRequest,
     EpisodeAbort,
     EpisodeStart,
+    EpisodeStep,
 )
 
 TOKEN_HEADER = "Headrace-Client"
@@ -74,8 +77,9 @@ Routed = ClientRequest | StepRequest | HttpAnswer
 def route(request: HttpRequest, codec: EpisodeCodec) -> Routed:
     """Return the message or step of a request. The answer at once: to /v1/spaces, or that there is no such request.
 
-    Raises `ServingError`, `DecodeError` and `EnvContractError`; `MessageTooLargeError` for a step with more other
-    fields than a ZeroMQ message may have, because infos stay in memory until their chunk is full.
+    A step may have as many bytes of other fields as over ZeroMQ, because infos stay in memory until their chunk is
+    full. Infos beyond that are left out. Raises `ServingError`, `DecodeError` and `EnvContractError`;
+    `MessageTooLargeError` for a step that is still too large.
     """
     method, (path, _, query) = request.method, request.target.decode("latin-1").partition("?")
     parts = path.split("/")
@@ -125,11 +129,19 @@ def _step(request: HttpRequest, codec: EpisodeCodec, ids: dict[str, Any]) -> Ste
         action = codec.action.read_row(action)
         body["off_policy"] = True
     _check_fields(body, codec.step_message)
-    if len(request.body) > _MAX_FIELDS_BYTES and (size := len(orjson.dumps(body))) > _MAX_FIELDS_BYTES:
+    most = _MAX_FIELDS_BYTES
+    if len(request.body) > most and (size := _size(body)) > most and isinstance(info := body.get("info"), dict):
+        left_out = {MARK: [f"info ({size:,} bytes of JSON; at most {most:,} fit)"]}
+        body["info"] = left_out if codec.step_message is EpisodeStep else dict.fromkeys(info, left_out)
+    if len(request.body) > most and (size := _size(body)) > most:
         raise MessageTooLargeError(
-            f"{size} bytes besides observation and action; a step may have {_MAX_FIELDS_BYTES} bytes of other fields"
+            f"{size} bytes besides observation and action; a step may have {most} bytes of other fields"
         )
     return StepRequest(read(codec.step_message, body | ids), observation, action)
+
+
+def _size(fields: dict[str, Any]) -> int:
+    return len(json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass"))
 
 
 def _body_of(request: HttpRequest) -> dict[str, Any]:
@@ -138,7 +150,10 @@ def _body_of(request: HttpRequest) -> dict[str, Any]:
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise ServingError(f"the body is not JSON: {error}", "bad_request") from error
+        try:  # as many clients write it: with NaN, Infinity and lone surrogates
+            body = json.loads(raw.decode(), parse_int=orjson.loads)
+        except (ValueError, RecursionError):
+            raise ServingError(f"the body is not JSON: {error}", "bad_request") from error
     brackets = raw.count(b"[") + raw.count(b"{")
     if not isinstance(body, dict) or (brackets > most and is_deeper(body, most)):
         raise ServingError(f"the body is no JSON object of at most {most} levels", "bad_request")

@@ -23,6 +23,7 @@ from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.report.progress import duration, short_number
 from headrace.deploy.terminal.console import PrintableConsole
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
+from headrace.schemas.accounts.env_errors import INFO_LEFT_OUT
 from headrace.schemas.accounts.redis_keys import RINGS
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.basics.stop_event import stop_event
@@ -222,7 +223,7 @@ def _groups(document: Document) -> Iterator[Text]:
 
 
 def _errors(document: Document) -> Iterator[Text]:
-    for one in document["errors"][:1]:
+    for one in sorted(document["errors"], key=lambda one: one["kind"] == INFO_LEFT_OUT)[:1]:
         said = (
             f"{one.get('count', 1):,} x {one.get('exception', '')}: {one.get('message', '')} ({one.get('where', '')})"
         )

@@ -120,5 +120,5 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise PortInUseError(f"http://{host}:{port}") from error
+            raise PortInUseError(f"http://{host}:{port}", "--listen") from error
         raise ConfigError(f"{host!r} cannot be bound: {error.strerror}", key="--listen") from error

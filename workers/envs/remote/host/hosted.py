@@ -37,7 +37,7 @@ class PlacedPool(EnvProcessPool):
         self._seeds: dict[int, int] = {}
         self._indices: dict[int, int] = {}
         super().__init__(
-            config,
+            config.model_copy(update={"infos": "none"}) if welcome.without_infos else config,
             welcome.worker_index,
             lambda lane, _: self._seeds[lane],
             num_workers=welcome.num_workers,
