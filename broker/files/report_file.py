@@ -59,6 +59,11 @@ class ReportFile:
         self._is_there = True
         self._not_before = 0.0
 
+    @property
+    def is_due(self) -> bool:
+        """Return whether the pause after the last write is over."""
+        return time.monotonic() >= self._not_before
+
     def write(
         self,
         away: RedisAway,
@@ -66,9 +71,7 @@ class ReportFile:
         hashes: Mapping[str, Mapping[str, str]],
         rows: Sequence[ReceivedRow],
     ) -> None:
-        """Replace the file, unless its pause is not over. Raises `OSError`."""
-        if time.monotonic() < self._not_before:
-            return
+        """Replace the file, and begin its pause. Raises `OSError`."""
         content = {
             "fleet_id": self._fleet_id,
             "since_unix_s": away.since_unix_s,

@@ -216,6 +216,7 @@ class RedisReporter:
                 else:
                     self._note_presence()
             self._write_report()
+        self._write_report(last=True)
         self._client.close()
 
     def _wait_for_work(self) -> bool:
@@ -249,7 +250,7 @@ class RedisReporter:
             self._is_behind = self._is_behind or bool(offered)
             closing = not math.isinf(self._closing_at)
         for report in offered:
-            self._taken_unix_s = time.time()
+            self._taken_unix_s = round(time.time(), 3)  # as Redis has it: a file of the same report is not newer
             self._mirror.take(report)
         self._write_ended()
         self._write_lifetime(last=closing)
@@ -340,8 +341,11 @@ class RedisReporter:
         else:
             self._lifetime_failed = self._lifetime_failed and not written
 
-    def _write_report(self) -> None:
-        """Write what Redis should hold to the file while Redis is away, and remove the file when it is back."""
+    def _write_report(self, *, last: bool = False) -> None:
+        """Write what Redis should hold to the file while Redis is away, and remove the file when it is back.
+
+        The last report does not wait for the file's pause.
+        """
         if self._report_file is None:
             return
         with self._news:
@@ -352,7 +356,7 @@ class RedisReporter:
                 away = RedisAway(time.time() - (time.monotonic() - away_since), self._away_reason)
             if away is None:
                 self._report_file.remove()
-            elif self._taken_unix_s is not None:
+            elif self._taken_unix_s is not None and (last or self._report_file.is_due):
                 hashes = self._merge.hashes_of(self._mirror.whole(), self._taken_unix_s)
                 self._report_file.write(away, self._taken_unix_s, hashes, rows)
         except OSError as error:

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import pytest
 
+from headrace.broker.files import report_file
 from headrace.broker.files.report_file import RedisAway, ReportFile, file_path
 from headrace.broker.redis.rows import ReceivedRow
 from headrace.broker.reports.report import MergeScript, Part, Report
@@ -39,7 +40,7 @@ from headrace.schemas.accounts.redis_keys import (
 from headrace.schemas.errors import RedisUnavailableError
 from headrace.schemas.messages import LearnerRow
 from headrace.schemas.settings.redis_url import read_redis_url
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -453,7 +454,8 @@ def test_while_redis_is_away_a_file_tells_what_redis_would_hold(
     tmp_path: Path,
 ) -> None:
     server, file = make_server().start(), file_path(tmp_path)
-    reporter = RedisReporter(server.url, fleet_id, report_file=ReportFile(tmp_path, fleet_id, 15.0))
+    live_s = 4 * TIMEOUT_S  # nothing expires while the test waits
+    reporter = RedisReporter(server.url, fleet_id, live_s=live_s, report_file=ReportFile(tmp_path, fleet_id, live_s))
     books = replace(
         fleet_report(make_row, 1),
         gauges={"env_steps_per_s": 12.5},
@@ -528,6 +530,34 @@ def test_a_redis_that_refuses_writes_is_told_by_its_address_alone(
         assert "the broker may be well" in found[0].sentence
         allow()
         assert reader.read().redis_refusal == ""
+
+
+def test_the_last_report_does_not_wait_for_the_pause_of_the_file(
+    fleet_id: str, make_row: MakeRow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_file, "_BYTES_PER_S", 1e-3)
+    nowhere = "redis://127.0.0.1:1/0"
+    reporter = RedisReporter(nowhere, fleet_id, report_file=ReportFile(tmp_path, fleet_id, 15.0))
+    reporter.offer(fleet_report(make_row, 1))
+    wait_until(file_path(tmp_path).exists)
+    reporter.offer(fleet_report(make_row, 9))
+    wait_until(lambda: not reporter._offered)
+    assert not reporter.close(0.0)
+    with FleetView(nowhere, fleet_id, tmp_path) as view:
+        assert view.read().rows[0, 2] == make_row(0, 2, 9, 6)
+
+
+def test_a_report_counts_as_newer_in_the_file_only_from_the_next_ms(
+    url: str, fleet_id: str, make_row: MakeRow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.broker.reports.reporter.time.time", lambda: 1_795_280_623.4123)
+    (tmp_path / "fleet.json").write_text('{"redis_away_unix_s": 50.0}')
+    reporter = RedisReporter(url, fleet_id, report_file=ReportFile(tmp_path, fleet_id, 15.0))
+    reporter.offer(Report(rows=[make_row()]))
+    wait_until(file_path(tmp_path).exists)
+    with FleetView(url, fleet_id, tmp_path) as view:
+        assert view.read().away is None
+    reporter.close(30.0)
 
 
 def test_a_file_that_an_earlier_broker_left_counts_only_while_it_is_newer_than_redis(
