@@ -6,7 +6,6 @@ RUN_DIR/workers.json has the number that was asked for. The supervisor looks at 
 from __future__ import annotations
 
 import logging
-import shlex
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.process.supervisor import Role
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.run_dir import write_private
+from headrace.schemas.basics.printable import to_paste
 from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.errors import writing
 from headrace.schemas.peers.fleet_address import how_it_ended
@@ -70,7 +70,7 @@ def running_fleet(run_dir: Path) -> FleetFile:
     fleet = read_fleet_file(run_dir / "fleet.json")
     if fleet.state != "running" or not is_alive(fleet.supervisor_pid):
         problem = how_it_ended(run_dir) or f"the run in {run_dir} does not run (it is {fleet.state})"
-        raise scale_error(problem, f"go on with `headrace up --resume {shlex.quote(str(run_dir))}`")
+        raise scale_error(problem, f"go on with `headrace up --resume {to_paste(run_dir)}`")
     return fleet
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import orjson
 
 from headrace.deploy.report.progress import number
 from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
-from headrace.schemas.basics.printable import one_line
+from headrace.schemas.basics.printable import one_line, to_paste
 from headrace.schemas.basics.run_files import rendezvous_path
 from headrace.schemas.credentials.key_files import key_name
 from headrace.schemas.credentials.keys import BROKER, CLIENT, ENV_HOST, TOKEN_FILE
@@ -71,7 +70,7 @@ def how_to_connect(
         else:
             yield f"connect a learner of your own:\n{_learner_lines(config, at)}"
         if not last and not (run_dir / NEWEST_FILE).exists():
-            yield f"or start the reference learner: headrace learner --run-dir {run_dir}"
+            yield f"or start the reference learner: {_in(run_dir, 'learner')}"
     if remote and not config.fleet.env_hosts:
         of_host = config.replaced({"keys.dir": "keys", "keys.group": ""}) if has_keys else config
         copies = f", {_copies(config, f'{ENV_HOST}.secret', f'{own_name}.public')}" if has_keys else ""
@@ -98,8 +97,8 @@ def _as_others_reach(config: FleetConfig, at: Endpoints) -> Endpoints:
 def worker_command(config: FleetConfig, at: Endpoints, run_dir: Path, fleet_id: str) -> str:
     """Return the command that starts a worker: here by the run directory, elsewhere with all settings that it needs."""
     if is_loopback(config.broker.host) or "worker" not in at:
-        return f"headrace worker --run-dir {run_dir}"
-    return _command_elsewhere(config, at, fleet_id)
+        return _in(run_dir, "worker")
+    return _command_elsewhere(config, _as_others_reach(config, at), fleet_id)
 
 
 def _command_elsewhere(config: FleetConfig, at: Endpoints, fleet_id: str) -> str:
@@ -114,15 +113,19 @@ def _command_elsewhere(config: FleetConfig, at: Endpoints, fleet_id: str) -> str
 def env_host_command(config: FleetConfig, at: Endpoints, run_dir: Path) -> str:
     """Return the command that starts an env host. If no worker is known yet, the host finds one at the rendezvous."""
     found = _addresses([_reachable(at[name]) for name in at if name.startswith("envs-")])
-    rendezvous = shlex.quote(str(rendezvous_path(config.fleet.rendezvous, run_dir)))
+    rendezvous = to_paste(rendezvous_path(config.fleet.rendezvous, run_dir))
     place = f"--connect {found}" if found else f"--rendezvous {rendezvous}"
-    return f"headrace env-host {place} --env {shlex.quote(config.sampling.env)}{_settings(config, _OF_ENV_HOSTS)}"
+    return f"headrace env-host {place} --env {to_paste(config.sampling.env)}{_settings(config, _OF_ENV_HOSTS)}"
 
 
 def named_learner(lease: Mapping[str, Any]) -> str:
     """Return the name of the learner that came last, with its process; "" where none has told it."""
     program, host = (one_line(str(lease.get(name, ""))) for name in ("program", "host"))
     return f"the learner {program} (pid {number(lease.get('pid')):.0f} on {host})" if program else ""
+
+
+def _in(run_dir: Path, command: str) -> str:
+    return f"headrace {command} --run-dir {to_paste(run_dir)}"
 
 
 def start_of_learner(lease: Mapping[str, Any], run_dir: Path) -> str:
@@ -132,9 +135,9 @@ def start_of_learner(lease: Mapping[str, Any], run_dir: Path) -> str:
     """
     program = one_line(str(lease.get("program", "")))
     if not program:
-        return f'EpisodeStream.of("{run_dir}")'
+        return f"EpisodeStream.of({orjson.dumps(str(run_dir)).decode()})"
     if Path(program).name == "headrace" or program.startswith("python -m headrace"):
-        return f"headrace learner --run-dir {run_dir}"
+        return _in(run_dir, "learner")
     return ""
 
 
@@ -160,7 +163,7 @@ def _settings(config: FleetConfig, prefixes: tuple[str, ...]) -> str:
         if key.startswith(prefixes) and value != defaults[key]:
             text = value if isinstance(value, str) else orjson.dumps(value).decode()
             words += ["--set", f"{key}={text}"]
-    return "".join(f" {shlex.quote(word)}" for word in words)
+    return "".join(f" {to_paste(word)}" for word in words)
 
 
 def _reachable(endpoint: str) -> str:

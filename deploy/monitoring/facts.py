@@ -23,6 +23,7 @@ from headrace.deploy.run.redis_view import FleetView, LearnerRowView, Snapshot
 from headrace.deploy.run.run_dir import is_locked
 from headrace.schemas.accounts.process_state import ProcessState as ProcessState
 from headrace.schemas.basics.closable import Closable
+from headrace.schemas.basics.printable import to_paste
 from headrace.schemas.basics.run_files import read_regular
 from headrace.schemas.errors import HeadraceError, RedisContractError, RedisUnavailableError, absolute
 from headrace.schemas.settings.config import FleetConfig
@@ -98,6 +99,10 @@ class Facts:
     def is_old(self) -> bool:
         """Return whether the snapshot is an old one, since neither Redis nor the broker's file has given one now."""
         return bool(self.redis_error) and self.snapshot.away is None
+
+    def in_run_dir(self, command: str, place: str = "") -> str:
+        """Return `command` with a place in the run directory, to paste; "" without the run directory."""
+        return "" if self.run_dir is None else f"{command} {to_paste(self.run_dir / place)}"
 
     def setting(self, key: str) -> Any:
         """Return the value of a setting: of the run directory, or as the broker told it; None if it is not known.

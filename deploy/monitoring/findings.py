@@ -223,7 +223,7 @@ def _no_reports(facts: Facts) -> Observation:
 def _of_disk(facts: Facts) -> Iterator[Observation]:
     if facts.disk_free_bytes is None or facts.disk_free_bytes >= LEAST_ROOM:
         return
-    where, command = str(facts.run_dir), f"df -h {facts.run_dir}"
+    where, command = str(facts.run_dir), facts.in_run_dir("df -h")
     supervisor = facts.processes.get(SUPERVISOR)
     if facts.run_dir is None and supervisor is not None:
         where, command = f"the run directory on {one_line(supervisor.host)}", ""

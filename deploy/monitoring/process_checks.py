@@ -40,7 +40,7 @@ def supervisor_check(facts: Facts) -> Iterator[Observation]:
     state = facts.processes.get(SUPERVISOR)
     if state is not None and state.state == GONE:
         sentence = f"the supervisor (pid {state.pid}) and its processes are gone and noted no end; see its log"
-        again = "" if facts.run_dir is None else f"headrace up --resume {facts.run_dir}"
+        again = facts.in_run_dir("headrace up --resume")
         yield observe(facts, "supervisor_gone", SUPERVISOR, sentence, command=again)
     elif state is not None and state.is_stopped:
         yield _stopped(facts, state)
@@ -70,7 +70,7 @@ def restarted(facts: Facts) -> Iterator[Finding]:
     for states in again.values():
         of, have, last = _in_words(facts, states)
         since = min(state.started_unix_s for state in states)
-        whom, log = names_of([state.name for state in states]), _tail(facts, states[0])
+        whom, log = names_of([state.name for state in states]), facts.in_run_dir("tail", f"logs/{states[0].name}.log")
         yield Finding("restarted", "info", whom, f"{of} {have} started again ({last})", since, command=log)
 
 
@@ -89,11 +89,6 @@ def _in_words(facts: Facts, states: Sequence[ProcessState]) -> tuple[str, str, s
     return of, have, f"{it} ended with {first.last_words:.100}" if first.last_words else f"{it} has ended"
 
 
-def _tail(facts: Facts, state: ProcessState) -> str:
-    """Return the command that shows the log of a process; "" without the run directory."""
-    return "" if facts.run_dir is None else f"tail {facts.run_dir / 'logs' / state.name}.log"
-
-
 def _ended(facts: Facts, kind: str, states: Sequence[ProcessState]) -> Observation:
     """Return the observation that these processes of one role have ended for one cause."""
     of, have, last = _in_words(facts, states)
@@ -106,7 +101,9 @@ def _ended(facts: Facts, kind: str, states: Sequence[ProcessState]) -> Observati
         sentence = f"{of} {have} failed: {last}"
     slots = tuple(state.slot for state in states if state.slot is not None)
     names = names_of([state.name for state in states])
-    return observe(facts, kind, names, sentence, command=_tail(facts, states[0]), slots=slots)
+    return observe(
+        facts, kind, names, sentence, command=facts.in_run_dir("tail", f"logs/{states[0].name}.log"), slots=slots
+    )
 
 
 def stuck(facts: Facts, states: States) -> dict[str, Observation]:
@@ -149,7 +146,7 @@ def _has_left(facts: Facts, state: ProcessState) -> bool:
 def joins_blocked(facts: Facts) -> Iterator[Observation]:
     """Yield that no peer can join the broker, and why."""
     if why := facts.snapshot.joins_blocked:
-        log = "" if facts.run_dir is None else f"tail {facts.run_dir / 'logs' / 'broker'}.log"
+        log = facts.in_run_dir("tail", "logs/broker.log")
         yield observe(facts, "joins_blocked", "broker", f"no peer can join the broker: {one_line(why)}", command=log)
 
 

@@ -157,7 +157,7 @@ def left_bounds(facts: Facts) -> Iterator[Observation]:
     if outside > _MANY_OUTSIDE * steps:
         of_all = f"{outside:,} observations in {steps:,} agent steps"
         sentence = f"{of_all} have values outside their Box; they were delivered as told"
-        log = "" if facts.run_dir is None else f"grep -r 'its Box ends' {facts.run_dir / 'logs'}"
+        log = facts.in_run_dir("grep -r 'its Box ends'", "logs")
         yield observe(facts, "bounds_left", "envs", sentence, command=log)
 
 
@@ -245,7 +245,7 @@ def refusals(facts: Facts) -> Iterator[Observation]:
         so_far = f"; most since its start: {told}" if most else ""
         sentence = f"the broker has refused {refused:,.0f} messages of peers in the last minute{so_far}"
         limit = "broker.max_batch_bytes" if any(kind == _TOO_LARGE for _, kind, _ in most) else ""
-        log = "" if facts.run_dir is None else f"grep refused {facts.run_dir / 'logs' / 'broker.log'}"
+        log = facts.in_run_dir("grep refused", "logs/broker.log")
         yield observe(facts, "batches_refused", "broker", sentence, command=log, limit=limit)
 
 
@@ -256,7 +256,7 @@ def oversize(facts: Facts) -> Iterator[Observation]:
             f"workers have dropped {lost:,.0f} steps as oversize in the last minute: a chunk without its infos is "
             "larger than a message may be"
         )
-        log = "" if facts.run_dir is None else f"grep -r 'steps dropped' {facts.run_dir / 'logs'}"
+        log = facts.in_run_dir("grep -r 'steps dropped'", "logs")
         yield observe(facts, "batches_oversize", "workers", sentence, command=log)
 
 
@@ -354,9 +354,8 @@ def _group_waits(facts: Facts, name: str, waiting: Sequence[Mapping[str, Any]], 
 
 def _removal(facts: Facts, name: str, state: GroupRow) -> str:
     """Return the command that removes a group without a reader; "" for one that the config names."""
-    if state.declared or state.connected or facts.run_dir is None:
-        return ""
-    return f"headrace groups remove {name} --run-dir {facts.run_dir}"
+    is_kept = state.declared or state.connected
+    return "" if is_kept else facts.in_run_dir(f"headrace groups remove {name} --run-dir")
 
 
 def _some_wait(facts: Facts, states: States) -> Iterator[Observation]:
@@ -454,8 +453,7 @@ def _learner_command(facts: Facts) -> str:
 
 def _log_of(facts: Facts, name: str) -> str:
     """Return the command that shows the log of one of the fleet's own processes; "" for one from elsewhere."""
-    own = facts.run_dir is not None and name in facts.processes
-    return f"tail {facts.run_dir}/logs/{name}.log" if own else ""
+    return facts.in_run_dir("tail", f"logs/{name}.log") if name in facts.processes else ""
 
 
 def _fails_often(facts: Facts, state: Mapping[str, Any], count: float) -> bool:

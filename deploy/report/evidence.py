@@ -26,6 +26,7 @@ from headrace.learner_stub.checkpoints.checkpoint import decode_checkpoint
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.accounts.recorder import Reading, is_unborn, read_recorder
+from headrace.schemas.basics.printable import to_paste
 from headrace.schemas.basics.run_files import read_regular
 from headrace.schemas.errors import CheckpointError, RunDirError, is_there
 from headrace.schemas.messages import SourcePosition
@@ -92,7 +93,7 @@ def checkpoint_damage(run_dir: Path) -> Iterator[str]:
 
 
 def _damage(witness: LifetimeFile, lifetime: Lifetime, run_dir: Path, *, needs_witness: bool) -> Iterator[str]:
-    check = f"check with `headrace audit --deep {run_dir}` that books.json and Redis agree"
+    check = f"check with `headrace audit --deep {to_paste(run_dir)}` that books.json and Redis agree"
     if needs_witness and not lifetime.ended and not lifetime.damage:
         yield (
             f"lifetime.json is missing, or has no sum of ended lives, although books.json has such lives, so it cannot "

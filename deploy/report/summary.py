@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +31,7 @@ from headrace.deploy.run.run_dir import write_private
 from headrace.deploy.terminal.console import PrintableConsole
 from headrace.schemas.accounts.env_errors import EnvErrorGroup
 from headrace.schemas.accounts.ledger import FleetLedger
+from headrace.schemas.basics.printable import to_paste
 from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.errors import HeadraceError, RunDirError
 from headrace.schemas.settings.config import FleetConfig
@@ -154,7 +154,7 @@ def next_commands(summary: Summary, config: FleetConfig) -> list[str]:
     plays = not config.serving.enabled and (run / NEWEST_FILE).exists() and (not summary.failure or summary.steps)
     rerun = part("rerun_of")(here)
     return [
-        *([f"play its policy: headrace evaluate {shlex.quote(str(here))}"] if plays else []),
+        *([f"play its policy: headrace evaluate {to_paste(here)}"] if plays else []),
         *([f"repeat the newest failure of an env: {rerun}"] if rerun else []),
     ]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import zmq
 
+from headrace.schemas.basics.printable import to_paste
 from headrace.schemas.basics.run_files import replace_private, sync_folder
 from headrace.schemas.credentials.key_files import (
     PeerKey,
@@ -58,7 +59,10 @@ def add_key(folder: Path, role: str, group: str) -> PeerKey:
     name = _checked_name(folder, role, group)
     server = folder / f"{server_of(role)}.public"
     if not is_there(server):
-        raise KeysError(str(server), f"there is no such file; headrace keys init --dir {folder} makes the first keys")
+        raise KeysError(
+            str(server),
+            f"there is no such file; headrace keys init --dir {to_paste(folder)} makes the first keys",
+        )
     for half in ("secret", "public"):
         if (path := folder / f"{name}.{half}").exists():
             raise KeysError(str(path), "it is there already; headrace keys revoke ends the use of a key")
@@ -91,10 +95,10 @@ def revoke_key(folder: Path, role: str, group: str) -> tuple[PeerKey, Path]:
 def _why_not_there(folder: Path, name: str, role: str) -> str:
     """Return the reason why there is no valid key of this name, and what to do."""
     if any(key.revoked and key.name == name for key in _keys_in(folder)):
-        return f"the {name} key is revoked already; headrace keys list --dir {folder} shows all keys"
+        return f"the {name} key is revoked already; headrace keys list --dir {to_paste(folder)} shows all keys"
     valid = sorted(key.name for key in _keys_in(folder) if key.role == role and not key.revoked)
     found = f"the {role} keys there are {', '.join(valid[:8])}" if valid else f"there is no {role} key"
-    return f"there is no such key; {found}; headrace keys list --dir {folder} shows all keys"
+    return f"there is no such key; {found}; headrace keys list --dir {to_paste(folder)} shows all keys"
 
 
 def _keys_in(folder: Path) -> list[PeerKey]:
@@ -129,7 +133,7 @@ def listed_keys(folder: Path) -> list[dict[str, str]]:
 def wrong_files(folder: Path) -> list[KeysError]:
     """Return an error for each key file that cannot be used. Raises `KeysError` without a folder."""
     if not (is_there(folder) and folder.is_dir()):
-        raise KeysError(str(folder), f"there is no such folder; headrace keys init --dir {folder}")
+        raise KeysError(str(folder), f"there is no such folder; headrace keys init --dir {to_paste(folder)}")
     checks: dict[str, Callable[[Path], object]] = {
         ".public": read_public_key,
         ".revoked": read_public_key,

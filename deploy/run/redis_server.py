@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import secrets
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -30,6 +29,7 @@ from headrace.broker.redis.client import MAKE_USERS, REDIS_FAILURES, RedisReader
 from headrace.broker.redis.commands import try_rights
 from headrace.deploy.run.ports import first_of_free, is_free
 from headrace.schemas.accounts.redis_keys import CONTRACT_VERSION, FLEET, key_name, other_contract
+from headrace.schemas.basics.printable import to_paste
 from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.errors import ConfigError, RedisContractError, RedisUnavailableError, RunDirError, writing
 from headrace.schemas.settings.redis_url import without_password
@@ -204,7 +204,7 @@ def serving(run_dir: Path, url: str) -> Iterator[None]:
         if not isinstance(cause := error.__cause__, OSError) or cause.errno not in _NO_WRITES:
             raise
         why = f"its Redis server has the books, and to be read it must write there ({cause.strerror})"
-        copy = f"copy the run and name the copy: cp -r {shlex.quote(str(run_dir))} COPY"
+        copy = f"copy the run and name the copy: cp -r {to_paste(run_dir)} COPY"
         raise RunDirError(str(run_dir), why, copy) from cause
     with tempfile.TemporaryFile() as said:
         server = subprocess.Popen(launch.argv, stdin=subprocess.DEVNULL, stdout=said)

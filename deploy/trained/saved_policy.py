@@ -22,6 +22,7 @@ from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.named_code import with_found
 from headrace.deploy.run.options import Asked, named_redis
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.printable import to_paste
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.errors import (
     CheckpointError,
@@ -247,7 +248,8 @@ def _of_run_dir(folder: Path) -> SavedPolicy:
         raise CheckpointError(str(path), "there is none, and the fleet has no Redis", _ADVICE)
     advice = (
         f"there is no {NEWEST_FILE} in {folder}, which a learner of your own saves by LearnerState or save_policy, so "
-        f"only Redis has the weights: while it evaluates, keep the fleet running by headrace up --resume {folder}"
+        "only Redis has the weights: while it evaluates, keep the fleet running by headrace up --resume "
+        f"{to_paste(folder)}"
     )
     return _of_redis(fleet.redis_url, fleet.fleet_id, advice)
 

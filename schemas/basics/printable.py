@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -28,6 +29,11 @@ def brief(value: Any, longest: int = 80) -> str:
         return plain(repr(value)[:longest])
     except Exception as error:  # noqa: BLE001 - a user's class
         return f"a {type(value).__name__} (its repr raises {type(error).__name__})"
+
+
+def to_paste(word: object) -> str:
+    """Return a path, or another word of a command, quoted where a shell needs that."""
+    return shlex.quote(str(word))
 
 
 def plain(text: str) -> str:

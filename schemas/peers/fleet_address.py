@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from headrace.schemas.basics.printable import to_paste
 from headrace.schemas.basics.run_files import endpoint_in, read_object, run_state
 from headrace.schemas.basics.stop_event import check_stop
 from headrace.schemas.errors import HeadraceError, RunDirError, absolute
@@ -51,7 +51,7 @@ class RunDirAddresses:
     @property
     def problem(self) -> str:
         """Return a text on why there is no address, with what to do."""
-        begin = f"the run in {self.path} has no broker yet: start it with `headrace up --run-dir {self.path}`"
+        begin = f"the run in {self.path} has no broker yet: start it with `headrace up --run-dir {to_paste(self.path)}`"
         return str(self.stopped() or begin)
 
     def find(self, role: str) -> str:
@@ -64,7 +64,7 @@ class RunDirAddresses:
         """Return an error that says so, if the run has stopped."""
         if not (end := how_it_ended(self.path)):
             return None
-        sentence = f"{end}; go on with `headrace up --resume {shlex.quote(str(self.path))}`"
+        sentence = f"{end}; go on with `headrace up --resume {to_paste(self.path)}`"
         return RunDirError(str(self.path), end, sentence=sentence)
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.deploy.monitoring.connecting import how_to_connect
+from headrace.deploy.monitoring.connecting import how_to_connect, worker_command
 from headrace.deploy.run.options import Asked
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config, known_keys
@@ -33,6 +33,7 @@ def test_the_printed_commands_name_the_address_that_the_broker_publishes() -> No
     workers, learner, *_ = how_to_connect(config, AT, Path("/runs/a"), "demo", {})
     assert "--endpoint tcp://127.0.0.1:5701 --fleet-id demo --set learner.enabled=false --set keys.dir=keys" in workers
     assert 'EpisodeStream("tcp://127.0.0.1:5702", keys="/runs/a/keys")' in learner
+    assert "--endpoint tcp://127.0.0.1:5701 " in worker_command(config, AT, Path("/runs/a"), "demo")
 
 
 def of_the_line(config: FleetConfig) -> FleetConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -446,6 +447,14 @@ def test_each_bad_state_gives_one_finding_with_its_sentence_and_command(case: st
     assert found.since_unix_s is None or found.since_unix_s <= NOW - KIND[kind].after_s
     assert "\n" not in found.sentence
     assert f"  try:   {found.command or KIND[kind].remedy}\n" in _as_text(facts, "", [found], None)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_commands_quote_a_run_directory_with_a_space(case: str) -> None:
+    facts, *_ = WRONG[case]
+    for found in find(replace(facts, run_dir=Path("/my runs/a") if facts.run_dir is not None else None)):
+        words = shlex.split(found.command)
+        assert ("/my runs/a" in found.command) == any("/my runs/a" in word for word in words), found.command
 
 
 def test_each_kind_of_finding_has_a_case_and_names_an_existing_setting() -> None:

@@ -8,7 +8,6 @@ sent. It names no code that is then built: the settings of the run do.
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Container, Mapping
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from headrace.schemas.basics.bounds import Natural
+from headrace.schemas.basics.printable import to_paste
 from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.chunks.task import TaskJson
 from headrace.schemas.errors import ConfigError, DecodeError, RunDirError, is_there
@@ -96,7 +96,7 @@ def rerun_of(run_dir: Path, slots: Container[int] = range(sys.maxsize)) -> str:
 
 def rerun_command(run_dir: Path, name: str) -> str:
     """Return the command that repeats a failure."""
-    return f"headrace rerun {shlex.quote(str(run_dir))} --failure {name}"
+    return f"headrace rerun {to_paste(run_dir)} --failure {name}"
 
 
 def failures_of(run_dir: Path) -> list[str]:

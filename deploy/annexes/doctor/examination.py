@@ -21,6 +21,7 @@ from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.key_pairs import check_pair
 from headrace.deploy.run.redis_server import check_url, find_server
+from headrace.schemas.basics.printable import to_paste
 from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torch_threads
 from headrace.schemas.credentials.keys import BROKER, ENV_HOST, TOKEN_FILE, read_broker_keys, read_client_keys
 from headrace.schemas.credentials.tokens import read_token
@@ -101,7 +102,7 @@ def key_checks(config: FleetConfig) -> Iterator[Check]:
 def sound_roles(folder: Path) -> list[str]:
     """Return the roles that this machine can take with the keys in `folder`. Raises `KeysError` for an unsound key."""
     if not (is_there(folder) and folder.is_dir()):
-        raise KeysError(str(folder), f"there is no such folder; headrace keys init --dir {folder}")
+        raise KeysError(str(folder), f"there is no such folder; headrace keys init --dir {to_paste(folder)}")
     names = sorted(path.stem for path in folder.glob("*.secret"))
     if not names:
         raise KeysError(str(folder), "it has no .secret file; copy those that this machine needs")

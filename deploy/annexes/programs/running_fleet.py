@@ -34,6 +34,7 @@ from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.parent_death import bound_to_us
 from headrace.deploy.run.run_dir import new_run_dir
 from headrace.learner_stub.link.fleet_place import keys_folder
+from headrace.schemas.basics.printable import to_paste
 from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.basics.stop_event import signal_name
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, absolute
@@ -311,7 +312,8 @@ class RunningFleet:
             return ended
         said = self.summary.get("error") or "".join(self._errors).strip()
         if not said and self.summary.get("balanced") is False:
-            said = f"the fleet in {self.path} does not balance: `headrace audit {self.path}` says what is missing"
+            audit = f"headrace audit {to_paste(self.path)}"
+            said = f"the fleet in {self.path} does not balance: `{audit}` says what is missing"
         said = said or f"`headrace up` of the fleet in {self.path} ended with exit code {code}"
         said = str(said).replace(" (from flag)", "")  # the program has given none
         return FleetError(said, ExitCode(code) if code in set(ExitCode) else ExitCode.FAILURE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bdb
 import logging
 import pdb
-import shlex
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from headrace.deploy.run.annexes import part
 from headrace.deploy.run.options import Asked
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import say
-from headrace.schemas.basics.printable import one_line
+from headrace.schemas.basics.printable import one_line, to_paste
 from headrace.schemas.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ def _of_episode(run: Path, names: Sequence[str], episode: str) -> KeptFailure:
 
     found = [kept for name in names if (kept := read_failure(run, name)).facts.episode_id.startswith(episode)]
     if not found:
-        shown = f"headrace replay RECORDING --episode {shlex.quote(episode)} --render F.mp4 --run-dir {run}"
+        shown = f"headrace replay RECORDING --episode {to_paste(episode)} --render F.mp4 --run-dir {run}"
         message = f"no failure in {run} is of episode {episode!r:.80}; of one in a recording make a film by: {shown}"
         raise ConfigError(message, key="--episode")
     if len(found) > 1:

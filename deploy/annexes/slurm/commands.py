@@ -16,6 +16,7 @@ from headrace.deploy.run.options import Asked, config_file
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.console import PrintableConsole
 from headrace.deploy.terminal.std_streams import say
+from headrace.schemas.basics.printable import to_paste
 from headrace.schemas.errors import ExitCode
 
 app = typer.Typer(
@@ -67,7 +68,7 @@ def up(
         return
     arrays = f"workers {jobs.workers}, env hosts {jobs.env_hosts}".replace("[]", "none").translate({91: None, 93: None})
     say(f"submitted: head {jobs.head}, {arrays}; run directory {where}")
-    say(f"look at it with: headrace slurm status --run-dir {where}")
+    say(f"look at it with: headrace slurm status --run-dir {to_paste(where)}")
 
 
 @command(

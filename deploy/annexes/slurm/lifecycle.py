@@ -19,6 +19,7 @@ from headrace.deploy.run.key_pairs import ensure_keys
 from headrace.deploy.run.resume import EarlierRun
 from headrace.deploy.run.run_dir import RunDir, new_run_dir
 from headrace.deploy.run.seal import write_sealed
+from headrace.schemas.basics.printable import to_paste
 from headrace.schemas.basics.run_files import RENDEZVOUS_FILE, read_object
 from headrace.schemas.errors import RunDirError, is_there
 from headrace.schemas.settings.config import FleetConfig
@@ -102,7 +103,7 @@ def _refuse_a_second(run_dir: Path) -> None:
         return
     left = [task.job for task in _tasks(read_jobs(run_dir)) if not task.is_over]
     if left:
-        advice = f"end them with `headrace slurm down --run-dir {run_dir}`, or choose another run directory"
+        advice = f"end them with `headrace slurm down --run-dir {to_paste(run_dir)}`, or choose another run directory"
         raise RunDirError(str(run_dir), f"its jobs are still there ({', '.join(left[:5])})", advice)
 
 
@@ -121,7 +122,7 @@ def scale(run_dir: Path, wanted: int | None) -> tuple[int, int]:
         jobs = read_jobs(run_dir)
         tasks = _tasks(jobs)
         if not any(task.base == jobs.head and not task.is_over for task in tasks):
-            again = f"start it again with `headrace slurm up --run-dir {run_dir}` and its fleet.toml"
+            again = f"start it again with `headrace slurm up --run-dir {to_paste(run_dir)}` and its fleet.toml"
             raise RunDirError(str(run_dir), "its head job has ended", again)
         jobs.worker_tasks = jobs.worker_tasks if wanted is None else wanted
         there = [task for task in tasks if task.base in jobs.workers and task.counts]

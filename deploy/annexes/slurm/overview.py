@@ -11,6 +11,7 @@ from rich.table import Table
 from headrace.deploy.annexes.slurm.job_file import JobFile, read_jobs
 from headrace.deploy.annexes.slurm.scheduler import ClusterTask, tasks_of
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
+from headrace.schemas.basics.printable import to_paste
 
 _NEVER = "DependencyNeverSatisfied"
 _SHOWN = 5
@@ -33,7 +34,7 @@ class Overview:
     def findings(self) -> Iterator[str]:
         """Yield a sentence for each thing that is wrong, with what to do."""
         head = next((task for task in self.tasks if task.base == self.jobs.head), None)
-        down = f"headrace slurm down --run-dir {self.run_dir}"
+        down = f"headrace slurm down --run-dir {to_paste(self.run_dir)}"
         if head is None or head.is_over:
             end = "is no longer known to Slurm" if head is None else f"has ended ({head.state}, {head.reason})"
             if self.arrays:
@@ -50,7 +51,7 @@ class Overview:
             there = sum(task.base in arrays and task.counts for task in self.arrays)
             if there < wanted:
                 logs = f"their last words are in {self.run_dir}/slurm"
-                scale = f"headrace slurm scale --run-dir {self.run_dir}"
+                scale = f"headrace slurm scale --run-dir {to_paste(self.run_dir)}"
                 yield f"{there} of {wanted} {what} tasks are there; {logs}; {scale} submits the others"
 
     def fleet_in_words(self) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import platform
-import shlex
 import time
 from collections.abc import Set
 from urllib.parse import urlsplit
 
+from headrace.schemas.basics.printable import to_paste
 from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.errors import EnvHostLostError
 from headrace.workers.config import EnvRunnerConfig
@@ -197,7 +197,7 @@ class HostWait:
 
     def __init__(self, config: EnvRunnerConfig, endpoint: str) -> None:
         self._endpoint = endpoint
-        self._remedy = f"headrace env-host --connect {shlex.quote(_address(endpoint))} --env {config.env or 'ENV'}"
+        self._remedy = f"headrace env-host --connect {to_paste(_address(endpoint))} --env {config.env or 'ENV'}"
         self._begin(time.monotonic())
         log.info("waiting for env hosts at %s: %s", endpoint, self._remedy)
 
