@@ -13,6 +13,22 @@ from headrace.schemas.errors import ConfigError, ConnectorError, HeadraceError, 
 AT_THE_TOP = 'define it at the top of its file, not below `if __name__ == "__main__":`'
 
 
+_EXTRAS = {
+    "stable_baselines3": "sb3",
+    "tensordict": "torchrl",
+    "envpool": "envpool",
+    "ale_py": "envs",
+    "minigrid": "envs",
+}
+"""The extra that brings a package which a named module may import."""
+
+
+def where_to_find(error: ImportError) -> str:
+    """Return what to do about a module that cannot be imported: install an extra, or look at the path."""
+    extra = _EXTRAS.get((error.name or "").partition(".")[0])
+    return f"pip install 'headrace[{extra}]'" if extra else "check PYTHONPATH and the folder you run in"
+
+
 def check_package(user: str, package: str, extra: str, key: str = "") -> None:
     """Import a package that `user` needs and that `extra` brings.
 
@@ -40,7 +56,7 @@ def load_object(path: str, key: str) -> Any:
         value: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"module {module_name!r} cannot be imported ({error}); check PYTHONPATH and the folder you run in", key=key
+            f"module {module_name!r} cannot be imported ({error}); {where_to_find(error)}", key=key
         ) from error
     for part in attribute.split("."):
         if not hasattr(value, part):

@@ -438,6 +438,23 @@ def test_the_error_for_a_missing_package_names_its_extra(monkeypatch: pytest.Mon
         check_start(config(sampling={"env": "ale_py:ALE/Breakout-v5"}), lambda step: None)
 
 
+@pytest.mark.parametrize(
+    ("package", "extra", "settings"),
+    [
+        ("lz4", "lz4", {"worker.compression": "lz4"}),
+        ("stable_baselines3", "sb3", {"module.build": "headrace.workers.modules.sb3:sb3_policy"}),
+    ],
+)
+def test_a_missing_package_of_a_setting_is_told_with_its_extra_before_the_start(
+    package: str, extra: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "headrace.workers.modules.sb3", raising=False)
+    with pytest.raises(HeadraceError, match=re.escape(f"pip install 'headrace[{extra}]'")) as caught:
+        check_start(FleetConfig().replaced(settings), print)
+    assert "PYTHONPATH" not in str(caught.value)
+
+
 def test_the_check_does_not_look_up_envs_of_other_machines() -> None:
     elsewhere = {"env": "only_there:make"}
     for sections in (

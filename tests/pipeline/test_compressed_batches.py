@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from headrace.schemas.accounts.ledger import Count
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.frames.wire import Buffer, decode, encode, is_compressed
-from headrace.workers.fleet import membership
 from support.pipeline.delivery import BrokerThread, Envs, StartBroker, StartFeeder
 from support.pipeline.worker_threads import SAMPLING, WorkerThread, closed_row, drain
 from support.waiting import TIMEOUT_S, wait_until
@@ -143,10 +143,10 @@ def test_batches_with_more_steps_than_bytes_are_accepted(
 def test_a_worker_with_compression_lz4_but_no_lz4_names_the_package_to_install(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(membership, "readable_encodings", list)
+    monkeypatch.setitem(sys.modules, "lz4", None)
     with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections("lz4")) as worker:
         wait_until(lambda: worker.error is not None, "the worker's refusal")
-    with pytest.raises(ConfigError, match=r"pip install headrace\[lz4\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'headrace\[lz4\]'"):
         worker.check()
 
 

@@ -22,7 +22,7 @@ from headrace.schemas.errors import (
     missing_env_error,
     words_of,
 )
-from headrace.schemas.settings.plugins import AT_THE_TOP
+from headrace.schemas.settings.plugins import AT_THE_TOP, where_to_find
 from headrace.workers.annex_parts import part
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.error_text import seed_hint
@@ -160,7 +160,7 @@ def _where_to_look(error: Exception, module: str, attribute: str) -> str:
         return ""
     if module.endswith(".py"):
         return f"; write '{module.removesuffix('.py')}:{attribute}'"
-    return "; check PYTHONPATH and the folder you run in"
+    return f"; {where_to_find(error)}"
 
 
 def _of_callable(target: Callable[..., Any]) -> EnvCreator:

@@ -18,13 +18,14 @@ from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.chunks.module_spaces import module_spaces_to_json
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.credentials.keys import client_keys
-from headrace.schemas.errors import ConfigError, HeadraceError
+from headrace.schemas.errors import HeadraceError
 from headrace.schemas.frames.compression import LZ4, readable_encodings
 from headrace.schemas.messages import WorkerHello
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.peers.advertised import is_own_address
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.plugins import check_package
 from headrace.workers.fleet.call_watch import CallWatch
 from headrace.workers.fleet.link import FleetLink
 from headrace.workers.fleet.session import SessionState, WorkerSession
@@ -67,8 +68,8 @@ class Membership:
         self.weights = WeightsReceiver(fleet_id, self._shared)
         self._connect_timeout_s = config.worker.connect_timeout_s
         self._compression = config.worker.compression
-        if self._compression == LZ4 and LZ4 not in readable_encodings():
-            raise ConfigError("'lz4' needs the package lz4: pip install headrace[lz4]", key="worker.compression")
+        if self._compression == LZ4:
+            check_package("compression", "lz4", "lz4", key="worker.compression")
         self._compresses, self._asked = False, self.session.welcome
         """True while batches are compressed, and the WELCOME by which that was decided."""
         keys = client_keys(config.keys.dir, "worker", config.keys.group)

@@ -17,6 +17,7 @@ from headrace.deploy.trained.policy_spaces import built_env
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.chunks.spaces import Spaces, leaf_size, leaves
 from headrace.schemas.errors import ConfigError, ModuleError
+from headrace.schemas.frames.compression import LZ4
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.plugins import check_package, load_factory, load_object
 from headrace.workers.config import DEFAULT_MODULE, EnvRunnerConfig, runner_config
@@ -41,7 +42,7 @@ def check_start(config: FleetConfig, say: Say) -> str:
     )
     if envs_are_here:
         vector_creator(runner)
-    _check_http(config)
+    _check_packages(config)
     several = runner if runner.is_multi_agent else runner.model_copy(update={"policies": [DEFAULT_MODULE_ID]})
     policies = Policies.of(several).specs
     _check_names(config, policies)
@@ -119,10 +120,12 @@ def _check_sizes(config: FleetConfig, spaces: Spaces) -> None:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def _check_http(config: FleetConfig) -> None:
+def _check_packages(config: FleetConfig) -> None:
     asked = config.serving.enabled and config.serving.http_port is not None
     if asked and config.fleet.workers:
         check_package("HTTP", "httptools", "http", key="serving.http_port")
+    if config.fleet.workers and config.worker.compression == LZ4:
+        check_package("compression", "lz4", "lz4", key="worker.compression")
 
 
 def _check_names(config: FleetConfig, policies: Mapping[str, Policy]) -> None:
