@@ -47,7 +47,7 @@ class SlowPendulum(gym.Wrapper[Any, Any, Any, Any]):
         return super().step(action)
 
 
-class _Pace:
+class Pace:
     """The env steps per second from the end of the warm-up to the first update that ends `seconds` later."""
 
     def __init__(self, seconds: float) -> None:
@@ -68,7 +68,7 @@ class _Pace:
 class _Measure(BaseCallback):
     """Ends SB3's training with its pace. A rollout begins when the update before it has ended."""
 
-    def __init__(self, pace: _Pace) -> None:
+    def __init__(self, pace: Pace) -> None:
         super().__init__()
         self._pace = pace
 
@@ -86,7 +86,7 @@ def _model(env: VecEnv) -> PPO:
 
 def alone(sleep_ms: int, seconds: float, vector: Callable[[list[Callable[[], Any]]], VecEnv]) -> float:
     """Return the env steps per second of `model.learn` with 8 envs in a vector of SB3."""
-    env, pace = vector([lambda: SlowPendulum({"sleep_ms": sleep_ms})] * NUM_ENVS), _Pace(seconds)
+    env, pace = vector([lambda: SlowPendulum({"sleep_ms": sleep_ms})] * NUM_ENVS), Pace(seconds)
     _model(env).learn(1 << 40, callback=_Measure(pace))
     env.close()
     return pace.rate
@@ -94,7 +94,7 @@ def alone(sleep_ms: int, seconds: float, vector: Callable[[list[Callable[[], Any
 
 def fleet(sleep_ms: int, seconds: float, placement: str) -> float:
     """Return the env steps per second of `updates`, with the envs of the workers placed so."""
-    model, pace = _model(DummyVecEnv([lambda: SlowPendulum({"sleep_ms": 0})])), _Pace(seconds)
+    model, pace = _model(DummyVecEnv([lambda: SlowPendulum({"sleep_ms": 0})])), Pace(seconds)
     settings = {
         "sampling.env_config": {"sleep_ms": sleep_ms},
         "sampling.rollout_fragment_length": 16,
