@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt -e ".[test,docs]"
 	@touch $@
 
-run: $(READY) ## train CartPole-v1 to a mean return of 475 (about a minute on 2 cores)
+run: $(READY) ## train CartPole-v1 to a mean return of 475
 	$(BIN)/headrace up --env CartPole-v1 --workers 2 --num-envs 8 --seed 0 --until-return 475 --timeout-s 600 \
 		--run-dir runs/cartpole
 

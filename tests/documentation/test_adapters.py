@@ -19,12 +19,14 @@ import pytest
 from documentation.blocks import blocks_of
 from documentation.story import Story
 
+from bench.sb3_env_costs import COSTS_MS, NUM_ENVS, WORKERS, Pace
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.workers import EnvRunnerConfig, GymVectorEnv
 from support.ports import free_port
 
 GUIDES = Path(__file__).parents[2] / "docs/guides"
 LEARNERS, LOOPS = GUIDES / "adapters.md", GUIDES / "env-loops.md"
+FROM_SB3 = GUIDES.parent / "coming-from/sb3.md"
 
 
 @pytest.mark.slow
@@ -147,3 +149,31 @@ def test_the_loops_that_step_their_envs_run_as_the_page_shows(tmp_path: Path) ->
         for start in ("envs = GymVectorEnv(EnvRunnerConfig(", "with_returns = VecMonitor("):
             [block] = [block for block in blocks_of(LOOPS) if f"\n{start}" in block.text and block.is_run]
             story.run(block)
+
+
+@pytest.mark.processes
+def test_the_program_of_the_sb3_page_trains_a_model_on_a_fleet(tmp_path: Path) -> None:
+    [block] = [block for block in blocks_of(FROM_SB3) if "headrace.fleet(" in block.text]
+    assert "in updates(model, stream, weights," in block.text
+    with Story(tmp_path, []) as story:
+        story.run(block)
+    assert (tmp_path / "cartpole.zip").is_file()
+    assert list(tmp_path.glob("runs/*/learner.checkpoint"))
+
+
+def test_the_sb3_page_has_the_ratio_of_each_cost_and_the_envs_of_the_bench() -> None:
+    text = FROM_SB3.read_text()
+    costs = "".join(f" {cost} ms |" for cost in COSTS_MS)
+    assert re.search(
+        rf"^\| a step takes longer by \|{re.escape(costs)}\n.*\n\| fleet / SB3 \|( \d\.\d\d \|){{{len(COSTS_MS)}}}$",
+        text,
+        re.M,
+    )
+    assert f"SB3 has {NUM_ENVS} envs, the fleet {WORKERS * NUM_ENVS}." in text
+
+
+def test_neither_side_of_the_sb3_bench_counts_its_first_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.sb3_env_costs.time.monotonic", iter([0.0, 10.0, 20.0, 30.0, 31.0, 32.0]).__next__)
+    pace = Pace(seconds=2.0)
+    assert [pace.update(steps) for steps in (256, 512, 768, 1024, 1280, 1536)] == [False] * 5 + [True]
+    assert pace.rate == 256.0

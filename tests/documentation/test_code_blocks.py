@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
-from documentation.blocks import blocks_of, ports_of
+from documentation.blocks import blocks_of, ports_of, written
 from documentation.story import Story
 
 ROOT = Path(__file__).parents[2]
@@ -61,3 +63,14 @@ def test_a_block_that_fails_fails_its_page(tmp_path: Path) -> None:
             story.run(second)
         with pytest.raises(AssertionError, match=r"page\.md:10"):
             story.run(third)
+
+
+def test_no_page_installs_headrace_from_an_index_that_does_not_have_it() -> None:
+    pages = {page: written(ROOT / page) for page in PAGES if str(page) != "CHANGELOG.md"}
+    assert [
+        str(page) for page, text in pages.items() if re.search(r"pip install [^`\n]*\bheadrace(\[|\s|`)", text)
+    ] == []
+    first = blocks_of(ROOT / FIRST)[0].text.splitlines()
+    source = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+    assert first[0] == f"git clone {source} && cd headrace"
+    assert first[1].startswith("make run ")
