@@ -99,6 +99,7 @@ def fleet(sleep_ms: int, seconds: float, placement: str) -> float:
         "sampling.env_config": {"sleep_ms": sleep_ms},
         "sampling.rollout_fragment_length": 16,
         "sampling.env_placement": placement,
+        "sampling.envs_per_process": 1,  # as SubprocVecEnv has it
     }
     module = "headrace.workers.modules.sb3:build"
     with (
